@@ -1,18 +1,23 @@
-"""Public scripts killed at random under `flatout run --resume`, and typed again: do they go on exactly?
+"""Kills public scripts at random under `flatout run --resume` and restarts them: do they resume exactly?
 
-DIR holds ``set.json`` as for ``open_set.py``; the scripts run from a copy of DIR's folders, unedited. A training begins anew, is killed (SIGKILL, the whole
-process group) at a random moment after its first save that can be gone on from, and the same command is typed again: it refuses in words, or says after which
-step it goes on. Then it is killed again, up to --lives times, ended by SIGTERM, gone on with from there, and ended by SIGTERM. With --first it is told to end
-by SIGTERM first, where it has come far, and then killed and told to end in turns. Each of these ends after which it was started again is one row:
+DIR holds ``set.json`` as for ``open_set.py``. The scripts run unedited, from a copy of DIR's folders.
 
-    same      the newest save of what went on holds the weights that the script has at that step by itself, bit for bit, and what it has printed is what the
-              script prints from that step on: the same lines, none missing, none twice, from the right place
-    refused   it did not go on, and said why
+A training starts from scratch. SIGKILL hits its whole process group at a random moment after its first
+resumable checkpoint. The same command runs again; it reports the step at which it resumes, or exits with an
+error that says why it cannot. It is killed again, up to --lives times. Then SIGTERM ends it, it resumes once
+more, and SIGTERM ends it again. With --first, SIGTERM ends it first, late in the training; kills and SIGTERM
+then alternate. Each of these ends that is followed by a restart gives one row:
+
+    same      the newest checkpoint of the resumed run holds the weights that the script has at that step
+              without interruption, bit for bit. Its output equals the script's output from that step on: the
+              same lines, none missing, none twice, from the right place
+    refused   it did not resume, and said why
     WRONG     weights or lines differ
-    failed    neither of these could be found out
+    failed    neither could be determined
 
-The proof knows nothing of flatout (``programs/rescue_site``): the same script, undisturbed and without flatout, writes the SHA-256 of each weight after each
-step, and how far its output was. Numbers that are times are masked in lines.
+The reference is independent of flatout (``programs/rescue_site``): the same script, undisturbed and without
+flatout, writes the SHA-256 of each weight and the length of its output after each step. Times are masked in
+the output.
 """
 
 from __future__ import annotations
@@ -43,8 +48,8 @@ from flatout.state.journal import BLOCK, HEADER, Entries
 
 FIRST_SAVE_S, SEAM_S = 240.0, 420.0
 REFUSED = 10  # exit code
-ANEW = "flatout: rescue keeps "  # said after a first step
-GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)(?:, come to in ([\d.]+) s; training had taken ([\d.]+) s)?")
+ANEW = "flatout: rescue keeps "  # printed after the first step
+GOES_ON = re.compile(r"flatout: resumed exactly after step (\d+)(?:, reached in ([\d.]+) s; training had taken ([\d.]+) s)?")
 TIMES = re.compile(r"""
     (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
   | \b (?: time | elapsed ) [:=\s]* [\d.]+ \s* (?: ms | s )?
@@ -54,15 +59,15 @@ TIMES = re.compile(r"""
   | \d+:\d\d (?: :\d\d )? (?: < (?: [\d:]+ | \? ) )?
   | \b (?: \d+ (?: ms | s | m | h | D ) )+ \b
   | \b [\d.]+ \s? (?: seconds | secs? | ms | s ) \b
-  | [━╸╺]{2,}  # a bar as long as the times beside it leave room
+  | [━╸╺]{2,}  # a progress bar; its length depends on the times next to it
 """, re.VERBOSE | re.IGNORECASE)
 
 
-# -- one training ------------------------------------------------------------------------------------------------------------
+# -- one training --------------------------------------------------------------------------------------------
 
 
 class Training:
-    """A script that is begun anew in its folder, and then lives several times."""
+    """A script that starts from scratch in its folder and is then killed and restarted several times."""
 
     def __init__(self, script: dict[str, Any], folder: Path, place: Path, rng: random.Random, span_s: float, later_s: float, first_s: float) -> None:
         self.script, self.folder, self.place, self.rng = script, folder, place, rng
@@ -70,16 +75,16 @@ class Training:
         self.first_save_s = 0.0
 
     def saves(self) -> list[dict[str, Any]]:
-        """Manifests, the newest last."""
+        """Returns the manifests of all checkpoints, the newest last."""
         found = [read_json(path) for path in self.folder.glob(".flatout/*/rescue/step-*/manifest.json")]
         return sorted((told for told in found if isinstance(told, dict)), key=lambda told: int(told["step"]))
 
     def exact(self) -> list[int]:
-        """The steps of the saves that can be gone on from."""
+        """Returns the steps of the checkpoints from which the training can resume."""
         return [told["step"] for told in self.saves() if told["told"].get("exact") == ""]
 
     def live(self, number: int, how: signal.Signals) -> dict[str, Any]:
-        """From its start to its end by the signal ``how``, a while after it has become possible, or possible again, to go on."""
+        """Runs until the signal ``how`` ends it, some time after a resumable checkpoint exists."""
         out, err = self.place / f"{number}.out", self.place / f"{number}.err"
         words = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *self.script["argv"]]
         life: dict[str, Any] = {"number": number, "how": how.name}
@@ -96,15 +101,15 @@ class Training:
                 if number == 0:
                     self.first_save_s = ready_s - began_s
                 if not ready():
-                    silent = {"verdict": "WRONG", "why": "it began anew without a word"}
+                    silent = {"verdict": "WRONG", "why": "it started from scratch without a message"}
                     return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
-                if number == 0 and self.first_s:  # far from its beginning: all that goes on after it has all of that to go through again
+                if number == 0 and self.first_s:  # late, so that every restart replays many steps
                     wait_for(lambda: process.poll() is not None, self.rng.uniform(self.first_s / 2, self.first_s))
-                elif self.rng.random() < 0.8:  # else there is little to go through again
+                elif self.rng.random() < 0.8:  # otherwise there are few steps to replay
                     known = max(self.exact())
                     wait_for(lambda: process.poll() is not None or max(self.exact(), default=0) > known, self.later_s)
                 wait_for(lambda: process.poll() is not None, self.rng.uniform(0.0, self.span_s))
-                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size,  # what it says to a signal is no line of its training
+                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size,  # the reply to a signal is not training output
                          "going_s": round(time.monotonic() - ready_s, 2)}
                 if how == signal.SIGKILL:
                     os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
@@ -122,19 +127,19 @@ class Training:
     def _why_not(self, number: int, code: int | None, err: Path) -> dict[str, Any]:
         said = [line.removeprefix("flatout: ") for line in err.read_text(errors="replace").splitlines() if line.startswith("flatout: ")]
         if code == REFUSED:
-            return {"verdict": "refused", "why": next((line for line in said if "cannot go on" in line), last_line(err))}
-        told = [line for line in said if "could not be gone on with exactly" in line]
+            return {"verdict": "refused", "why": next((line for line in said if "cannot resume exactly" in line), last_line(err))}
+        told = [line for line in said if "could not be resumed exactly" in line]
         if number == 0 and told:
-            return {"verdict": "refused", "why": told[-1]}  # it says so while it trains, and there is nothing to kill it for
+            return {"verdict": "refused", "why": told[-1]}  # reported during training, so a kill would test nothing
         if code is not None:
             return {"verdict": "failed", "why": f"exit code {code}: {last_line(err)}"}
         if number:
-            return {"verdict": "failed", "why": f"it did not go on within {SEAM_S:.0f} s"}
+            return {"verdict": "failed", "why": f"it did not resume within {SEAM_S:.0f} s"}
         unsound = [told["told"].get("exact") for told in self.saves()]
-        return {"verdict": "failed", "why": f"no save to go on from within {FIRST_SAVE_S:.0f} s" + (f": {unsound[-1]}" if unsound else "")}
+        return {"verdict": "failed", "why": f"no resumable checkpoint within {FIRST_SAVE_S:.0f} s" + (f": {unsound[-1]}" if unsound else "")}
 
     def _kept(self, number: int) -> dict[str, Any]:
-        """The newest save, and the journal."""
+        """Reads the newest checkpoint and the journal."""
         to = self.place / f"{number}.kept"
         done = subprocess.run([sys.executable, "-m", "flatout", "rescue", "--to", str(to)], cwd=self.folder, capture_output=True, text=True, timeout=180,
                               check=False)
@@ -156,7 +161,7 @@ class Training:
             length = BLOCK.unpack_from(bytes_, size)[0]
             payload = bytes_[size + BLOCK.size:size + BLOCK.size + length]
             if len(payload) < length:
-                break  # it was being written
+                break  # incomplete: still being written
             entries.take_up(payload)
             size += BLOCK.size + length
         marks = entries.codes.count(MARK)
@@ -164,7 +169,7 @@ class Training:
 
 
 def digests_of(folder: Path) -> list[str]:
-    """Of each tensor in the files that `flatout rescue --to` has written, as the site digests weights."""
+    """Returns the digest of each tensor that `flatout rescue --to` wrote, as the reference computes it."""
     import torch
 
     sys.path.insert(0, str(rescue.SITE))
@@ -179,30 +184,33 @@ def digests_of(folder: Path) -> list[str]:
     return sorted(found)
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------------
+# -- lines ---------------------------------------------------------------------------------------------------
 
 
 def lines_of(text: str) -> list[str]:
-    """Without what is a time, and without what only draws on a terminal."""
+    """Returns the lines without times and without terminal control characters."""
     masked = (" ".join(TIMES.sub("TIME", line.replace("\b", "")).split()) for line in re.split(r"[\r\n]", text))
     return [line for line in masked if line]
 
 
 def whole_lines(text: str) -> list[str]:
-    """A line that was being written is none."""
+    """Returns only the complete lines; the last may still be in progress."""
     return lines_of(text[:max(text.rfind("\n"), text.rfind("\r")) + 1])
 
 
 def lines_differ(text: str, all_text: str, between: tuple[int, int]) -> str:
-    """``text`` was printed from a seam on; ``between``: the bytes of ``all_text`` between which the script has printed on. Why it is not that, or ""."""
+    """Returns why ``text``, printed after a resume point, differs from the reference; "" where it does not.
+
+    ``between``: the range of bytes of ``all_text`` in which the script's own output continues.
+    """
     found, known = whole_lines(text), lines_of(all_text)
     before, upto = (all_text.encode()[:place].decode(errors="replace") for place in between)
-    first, last = len(whole_lines(before)), len(lines_of(upto))  # of a line that has begun, its rest may be nothing
+    first, last = len(whole_lines(before)), len(lines_of(upto))  # the rest of a started line may be empty
     best = (-1, first)
     for at in range(first, last + 1):
         same = 0
         for here, there in zip(found, known[at:], strict=False):
-            if here != there and not (same == 0 and there.endswith(here)):  # a seam within a line
+            if here != there and not (same == 0 and there.endswith(here)):  # a resume point within a line
                 break
             same += 1
         if same == len(found):
@@ -210,10 +218,10 @@ def lines_differ(text: str, all_text: str, between: tuple[int, int]) -> str:
         best = max(best, (same, at))
     same, at = best
     there = known[at + same] if at + same < len(known) else "its end"
-    return f"line {same + 1} after the seam is {found[same][:120]!r}, and was {there[:120]!r}"
+    return f"line {same + 1} after the resume point is {found[same][:120]!r}; expected {there[:120]!r}"
 
 
-# -- a script ----------------------------------------------------------------------------------------------------------------
+# -- a script ------------------------------------------------------------------------------------------------
 
 
 def measure(script: dict[str, Any], home: Path, original: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +238,7 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
             training = Training(script, folder, place, rng, options.span, later_s, first_s)
             kills = min(options.lives, options.kills - kills_of(trainings))
             ends = [signal.SIGKILL] * kills + [signal.SIGTERM] * 2
-            if options.first:  # at SIGTERM there is a save of the very step that it has come to
+            if options.first:  # SIGTERM saves a checkpoint of the current step
                 ends = [signal.SIGTERM, *[signal.SIGKILL, signal.SIGTERM] * kills]
             lives: list[dict[str, Any]] = []
             trainings.append(lives)
@@ -241,7 +249,7 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
                 lives[-1]["by_itself"] = lives[-1].get("by_itself") or ("kept" in lives[-1] and "journal_bytes" not in lives[-1])  # at its very end
                 if "verdict" in lives[-1] or lives[-1]["by_itself"]:
                     break
-            if len(lives) == 1 and lives[0].get("by_itself") and max(later_s, first_s) > 1.0:  # it has come to its end before it was killed
+            if len(lives) == 1 and lives[0].get("by_itself") and max(later_s, first_s) > 1.0:  # it finished before the kill
                 later_s, first_s = later_s / 2, first_s / 2
                 trainings.pop()
         kept = [life for lives in trainings for life in lives if life.get("kept")]
@@ -256,12 +264,12 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
 
 
 def kills_of(trainings: list[list[dict[str, Any]]]) -> int:
-    """One that was never killed counts as one, so that this comes to an end."""
+    """Counts the kills; a training without any counts as one, so that the loop ends."""
     return sum(max(sum(life.get("how") == "SIGKILL" for life in lives), 1) for lives in trainings)
 
 
 class Alone:
-    """The script by itself."""
+    """The undisturbed reference run of the script."""
 
     def __init__(self, script: dict[str, Any], folder: Path, place: Path, count: int, optimizers: int) -> None:
         self.events, self.by_hand = max(optimizers, 1), not optimizers
@@ -271,16 +279,16 @@ class Alone:
         self.places = [int(line) for line in at.read_text().split()] if at.is_file() else []
 
     def between(self, step: int) -> tuple[int, int]:
-        """The bytes of its output between which it goes on after a step."""
+        """Returns the range of bytes within which its output continues after a step."""
         first, last = (step - 1 if self.by_hand else step) * self.events - 1, (step + 1) * self.events - 1
         return self.places[first] if 0 <= first < len(self.places) else 0, self.places[last] if last < len(self.places) else len(self.text.encode())
 
 
 def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> Iterator[dict[str, Any]]:
-    """One for each end: what went on after it."""
+    """Yields a row for each end that is followed by a restart."""
     first = lives[0]
     if len(lives) == 1:
-        why = first.get("why", "it came to its end before it was killed")
+        why = first.get("why", "it finished before it was killed")
         yield {"verdict": first.get("verdict", "failed"), "why": why, "first_save_s": first.get("ready_s")}
     for before, life in pairwise(lives):
         err = (place / f"{life['number']}.err").read_text(errors="replace")
@@ -304,7 +312,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
 
 
 def as_it_was(home: Path, original: Path, top: str) -> None:
-    """A copy of one of DIR's folders, without what a training has left in it."""
+    """Restores a folder of DIR from the original, without what a training left in it."""
     shutil.rmtree(home / top, ignore_errors=True)
     shutil.copytree(original / top, home / top, symlinks=True)
 
@@ -322,11 +330,11 @@ def page(scripts: dict[str, Any]) -> str:
                         f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
                         *pace(went), crossing(rows), versions_of(script), "; ".join(whys)))
     kills = sum(row.get("after") == "SIGKILL" for row in every)
-    parts = ["# Public scripts, killed at random and gone on with\n",
-             f"{kills} times killed and {len(every) - kills} times told to end, typed again: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
-             markdown_table(("script", "ends", *counts, "gone on after step", "s to the seam", "s to the first save of a fresh start",
-                             "training had taken, s", "come to again in, s", "times as fast", "journal, bytes an entry", "flatout", "why"), summary),
-             "\n## Each\n", markdown_table(("script", "ended by", "verdict", "went on after step", "s to the seam", "next save", "lines compared", "why"), [
+    parts = ["# Public scripts, killed at random and resumed\n",
+             f"{kills} kills and {len(every) - kills} SIGTERMs, each followed by a restart: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
+             markdown_table(("script", "ends", *counts, "resumed after step", "s to resume", "s from a fresh start to the first checkpoint",
+                             "original training, s", "replay, s", "replay speed-up", "journal, bytes an entry", "flatout", "why"), summary),
+             "\n## Each\n", markdown_table(("script", "ended by", "verdict", "resumed after step", "s to resume", "next checkpoint", "lines compared", "why"), [
                  (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
                   f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
                  for name, script in scripts.items() for row in script["kills"]])]
@@ -334,20 +342,22 @@ def page(scripts: dict[str, Any]) -> str:
 
 
 def pace(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """Of the way to the latest seam: how long training had taken up to there, how long it took to come there again (from the first batch on, as flatout says),
-    and how many times as fast that was."""
+    """Returns original time, replay time and speed-up for the latest resume point.
+
+    The replay time counts from the first batch, as flatout reports it.
+    """
     said = [(float(found[3]), float(found[2])) for row in rows for line in row.get("said", ()) if (found := GOES_ON.match(line)) and found[2]]
     trained_s, through_s = max(said, default=(0.0, 0.0))
     return (f"{trained_s:.1f}", f"{through_s:.1f}", f"{trained_s / max(through_s, 0.05):.1f}") if said else ("-", "-", "-")
 
 
 def versions_of(script: dict[str, Any]) -> str:
-    """Runs are added up: each script says with what it ran, the page when it was written."""
+    """Returns the flatout versions of a script's runs. Runs accumulate; the page shows only its own date."""
     return ", ".join(dict.fromkeys(made["versions"]["flatout"].partition(" ")[2].strip("()") for made in script["made"])) or "-"
 
 
 def crossing(rows: list[dict[str, Any]]) -> str:
-    """Of the longest journal."""
+    """Returns the bytes an entry of the longest journal."""
     found = [(row["crossings"], row["journal_bytes"]) for row in rows if row.get("crossings")]
     return f"{max(found)[1] / max(found)[0]:.1f}" if found else "-"
 
@@ -355,18 +365,18 @@ def crossing(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     global FIRST_SAVE_S, SEAM_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where set.json is")
-    parser.add_argument("--only", default="", help="names of scripts, with commas, in this order")
-    parser.add_argument("--kills", type=int, default=20, metavar="N", help="of each script (default 20)")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder that holds set.json")
+    parser.add_argument("--only", default="", help="run only these scripts, separated by commas, in this order")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="kills of each script (default 20)")
     parser.add_argument("--lives", type=int, default=4, metavar="N", help="most kills in one training (default 4)")
-    parser.add_argument("--span", type=float, default=12.0, metavar="SECONDS", help="the longest that it lives after it can be gone on with (default 12)")
-    parser.add_argument("--later", type=float, default=25.0, metavar="SECONDS", help="the longest that most kills wait for a newer save before (default 25)")
+    parser.add_argument("--span", type=float, default=12.0, metavar="SECONDS", help="maximum run time after it becomes resumable (default 12)")
+    parser.add_argument("--later", type=float, default=25.0, metavar="SECONDS", help="maximum wait of most kills for a newer checkpoint (default 25)")
     parser.add_argument("--first", type=float, default=0.0, metavar="SECONDS",
-                        help="each training lives half to all of that, and is told to end: all goes on far from its beginning; kills and SIGTERM alternate")
-    parser.add_argument("--more", action="store_true", help="add to what earlier runs have found of these scripts, instead of replacing it")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default 0)")
-    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="until the first save to go on from (default 240)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all output there, to look at")
+                        help="send the first SIGTERM after half to all of this time, so that every resume is late; then alternate kills and SIGTERM")
+    parser.add_argument("--more", action="store_true", help="add to the results of earlier runs instead of replacing them")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times (default 0)")
+    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="timeout for the first resumable checkpoint (default 240)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all output in this folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     FIRST_SAVE_S, SEAM_S = args.patience, max(SEAM_S, args.patience)
@@ -379,7 +389,7 @@ def main() -> None:
         for name in list(filter(None, args.only.split(","))) or given:
             found = measure(given[name], home, args.folder, args)
             for row in found["kills"]:
-                went = f"on after step {row.get('seam')} in {row.get('seam_s')} s, then save {row.get('kept')}"
+                went = f"resumed after step {row.get('seam')} in {row.get('seam_s')} s, then checkpoint {row.get('kept')}"
                 print(f"  {name}, {row.get('after')}: {row['verdict']} ({row['why']}) {went}", flush=True)
             earlier = scripts.get(name, {"made": [], "kills": []}) if args.more else {"made": [], "kills": []}
             scripts[name] = {"made": [*earlier["made"], found["made"]], "kills": [*earlier["kills"], *found["kills"]]}

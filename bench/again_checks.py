@@ -1,8 +1,9 @@
-"""Does each check of exact resume matter? Each is switched off, and a program that it had refused is killed and typed again.
+"""Measures whether each check of exact resume matters: disables it, then kills and restarts a program.
 
-Checks and what switches them off are in ``tests/replay/mutants.py``, the programs in ``tests/replay/traps.py``. With the check each must be refused, or end
-right; without it one of them must go on WRONG, that is, end otherwise than undisturbed without a word. Where another check nearly always comes first, that one
-is off in both cases.
+The checks and the code that disables them are in ``tests/replay/mutants.py``, the programs in
+``tests/replay/traps.py``. With the check, each program must be rejected or end correctly. Without it, at
+least one program must resume WRONG: it ends differently from an undisturbed run, without an error. Where
+another check nearly always reports first, both cases run without that other check.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     table = markdown_table(("check", "program", "with it", "without it"), [
         (row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""), trap["trap"].replace("_", " "), told(trap["on"]),
          told(trap["off"])) for row in rows for trap in row["traps"]])
-    parts = ["# Checks of exact resume, switched off\n",
-             f"{len(rows)} checks, each switched off by itself. Without {len(seen)} of them a program goes on WRONG that was refused, or right, with it: it "
-             f"ends otherwise than undisturbed, without a word.\n", table]
+    parts = ["# Checks of exact resume, each disabled\n",
+             f"{len(rows)} checks, each disabled by itself. Disabling {len(seen)} of them makes a program resume WRONG that was rejected or right before: "
+             f"it ends differently from an undisturbed run, without an error.\n", table]
     rest = [row for row in rows if not row["matters"]]
     if rest:
-        parts.append("\n## Without which no program was seen to go on wrongly\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
+        parts.append("\n## Checks that can be disabled without a wrong result in these programs\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
                                                                                               for row in rest))
-    parts.append("\n## How each is switched off\n\n" + markdown_table(("check", "module", "words", "become"), [
+    parts.append("\n## How each check is disabled\n\n" + markdown_table(("check", "module", "code", "replaced by"), [
         (row["name"], row["module"], *row["words"]) for row in rows]))
     return "\n".join(parts)
 
@@ -78,7 +79,7 @@ def main() -> None:
     write_result("again_checks", made, page(rows), {"checks": rows}, folder=args.out)
     unseen = [row["name"] for row in rows if not row["matters"] and not row["why"]]
     if unseen:
-        raise SystemExit(f"again_checks: not seen to matter, and nobody knows why: {', '.join(unseen)}")
+        raise SystemExit(f"again_checks: no program goes wrong without these checks, and no reason is recorded: {', '.join(unseen)}")
 
 
 if __name__ == "__main__":

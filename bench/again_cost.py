@@ -1,9 +1,10 @@
-"""What exact resume costs while a program trains: the journal, and listening for it.
+"""Measures the cost of exact resume while a program trains: the journal and the hooks.
 
-In one process, blocks of steps without anything of flatout, with, with, without (``programs/again_cost.py``); processor time of a step, median over rounds, and
-over processes. Blocks in which a step reads one value and eleven, in turns, give the cost of a value. From both, and from how many values each public script's
-journal holds a step (``again.py`` has counted them), follows the share of that script's steps: computed, not timed, since a thousandth of a step is far below
-what two runs of it differ by.
+One process runs blocks of steps without flatout, with, with, without (``programs/again_cost.py``). The figure
+is the processor time of a step: the median over rounds, and over processes. Interleaved blocks whose steps
+read one value and eleven values give the cost of a value. ``again.py`` counts the values a step in the
+journal of each public script. The cost as a share of that script's steps is computed from both, not timed: a
+thousandth of a step is far below the difference between two runs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from again import GOES_ON
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 PROGRAM = HERE / "programs" / "again_cost.py"
-READS = 10  # more values in a step
+READS = 10  # additional values a step
 SIZES = {"0.3 ms": (32, 1, (1, 1 + READS)), "2 ms": (256, 8, (1,)), "20 ms": (1024, 12, (1,))}  # width, layers, values read
 
 
 def measured(name: str, seconds: float, processes: int) -> list[dict[str, Any]]:
-    """A row for each number of values read."""
+    """Returns a row for each number of values read."""
     width, layers, reads = SIZES[name]
     found = []
     for _ in range(processes):
@@ -36,17 +37,17 @@ def measured(name: str, seconds: float, processes: int) -> list[dict[str, Any]]:
                      "--layers", str(layers), "--reads", *map(str, reads), "--seconds", str(seconds * len(reads))]
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
         if done.returncode:
-            raise SystemExit(f"again_cost: the program that measures failed:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"again_cost: the measuring program failed:\n{done.stderr[-2000:]}")
         found.append(json.loads(done.stdout.splitlines()[-1]))
     return [row_of(name, list(told)) for told in zip(*found, strict=True)]
 
 
 def row_of(name: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """``told``: by the processes, of one number of values."""
+    """Summarises ``told``, the records of the processes for one number of values."""
     rounds, reads, steps = [each["rounds"] for each in told], told[0]["reads"], sum(each["steps"] for each in told)
     each = [median(map(cost_of, of_process)) for of_process in rounds]
     every = [found for of_process in rounds for found in of_process]
-    return {"size": name if reads == 1 else f"{name}, {reads - 1} values more", "reads": reads, "rounds": rounds,
+    return {"size": name if reads == 1 else f"{name}, {reads - 1} additional values", "reads": reads, "rounds": rounds,
             "plain_us": median((a + d) / 2 for a, _, _, d in every), "cost_us": median(each), "lowest_us": min(each), "highest_us": max(each),
             "aa_us": median(abs(a - d) for a, _, _, d in every), "entries": sum(each["entries"] for each in told) / steps,
             "bytes_a_step": sum(each["bytes"] for each in told) / steps}
@@ -58,7 +59,7 @@ def cost_of(blocks: list[float]) -> float:
 
 
 def value_of(one: dict[str, Any], more: dict[str, Any]) -> list[float]:
-    """What a value costs, by the processes, in which steps of both kinds took turns."""
+    """Returns the cost of a value for each process; steps of both kinds were interleaved."""
     return [median((cost_of(b) - cost_of(a)) / (more["reads"] - one["reads"]) for a, b in zip(*both, strict=False))
             for both in zip(one["rounds"], more["rounds"], strict=True)]
 
@@ -71,7 +72,7 @@ def of_scripts(scripts: dict[str, Any], fixed_us: float, value_us: float) -> lis
         lengths = [float(told[3]) / int(told[1]) for row in rows for line in row.get("said", ()) if (told := GOES_ON.match(line)) and told[3] and int(told[1])]
         if counts and lengths:
             values, step_s = median(each for each, _ in counts), median(lengths)
-            cost_us = fixed_us + value_us * max(values - 3, 0)  # a step without values has its end, the shape of its batch, and the one that is read
+            cost_us = fixed_us + value_us * max(values - 3, 0)  # 3 fixed entries: end of step, batch shape, the value read
             size = median(each for _, each in counts)
             found.append((name, f"{1e3 * step_s:,.1f}", f"{values:,.1f}", f"{size:,.1f}", f"{cost_us:,.0f}", f"{cost_us / step_s / 1e4:.2f}%"))
     return found
@@ -84,21 +85,21 @@ def page(sizes: list[dict[str, Any]], scripts: dict[str, Any]) -> str:
     table = [(each["size"], len(each["rounds"]), sum(map(len, each["rounds"])), f"{each['plain_us']:,.0f}",
               f"{each['cost_us']:+.1f} [{each['lowest_us']:+.1f}, {each['highest_us']:+.1f}]", f"{each['cost_us'] / each['plain_us']:+.2%}",
               f"{each['aa_us']:.1f}", f"{each['entries']:.1f}", f"{each['bytes_a_step']:.0f}") for each in sizes]
-    parts = ["# What exact resume costs while a program trains\n",
-             "Processor time of a step, in blocks without flatout, with, with, without; the median over processes, and the lowest and highest of them.\n",
-             markdown_table(("a step", "processes", "rounds", "plain, us", "costs, us", "of a step", "A/A, us", "entries a step", "bytes a step"), table),
-             f"\nOne more value costs {value_us:.2f} us [{min(values_us):.2f}, {max(values_us):.2f}].\n"]
+    parts = ["# The cost of exact resume while a program trains\n",
+             "Processor time of a step, in blocks without flatout, with, with, without: the median, lowest and highest over processes.\n",
+             markdown_table(("step", "processes", "rounds", "plain, us", "cost, us", "share of a step", "A/A, us", "entries a step", "bytes a step"), table),
+             f"\nEach additional value costs {value_us:.2f} us [{min(values_us):.2f}, {max(values_us):.2f}].\n"]
     rows = of_scripts(scripts, one["cost_us"], value_us)
     if rows:
-        parts += ["\n## Public scripts\n\nComputed from the table above and from what their journals hold; the rest is that of the smallest step.\n",
-                  markdown_table(("script", "a step, ms", "entries a step", "bytes an entry", "costs, us", "of a step"), rows)]
+        parts += ["\n## Public scripts\n\nComputed from the table above and the contents of their journals; the fixed cost is that of the smallest step.\n",
+                  markdown_table(("script", "step, ms", "entries a step", "bytes an entry", "cost, us", "share of a step"), rows)]
     return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="how long each process measures (default 15)")
-    parser.add_argument("--processes", type=int, default=3, help="of each size (default 3)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="measuring time of each process (default 15)")
+    parser.add_argument("--processes", type=int, default=3, help="processes for each size (default 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     made, sizes = stamp(), []

@@ -1,7 +1,8 @@
-"""How fast the steps of a small model are gone through again, and whether the training that goes on from there is the same.
+"""Measures how fast exact resume replays a small model, and whether the resumed training is correct.
 
-``programs/again_small.py`` is begun anew --processes times, told to end after --first seconds or half of that, typed again, killed, and typed again; each end
-is a row. It is judged as `again.py` judges public scripts: weights bit for bit and lines, beside the program undisturbed and without flatout.
+``programs/again_small.py`` starts from scratch --processes times. SIGTERM ends it after half to all of
+--first seconds; it resumes, is killed, and resumes again. Each end is a row. `again.py` defines the verdicts:
+weights bit for bit and output lines, compared with the undisturbed program without flatout.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def page(rows: list[dict[str, Any]]) -> str:
             paces.append(1e3 * through_s / step)
             told = f"{step:,}", f"{trained_s:.1f}", f"{through_s:.1f}", f"{paces[-1]:.3f}", f"{trained_s / through_s:.1f}"
         table.append((row.get("after", "-"), row["verdict"], *told))
-    pace = f"{median(paces):.3f} ms [{min(paces):.3f}, {max(paces):.3f}]: 100,000 steps in {100 * median(paces):.0f} s" if paces else "no time that was told"
-    names = "ended by", "verdict", "went on after step", "training had taken, s", "come to again in, s", "a step, ms", "times as fast"
-    return "\n".join(["# The steps of a small model, gone through again\n", f"A step is gone through again in {pace}.\n", markdown_table(names, table)])
+    pace = f"{median(paces):.3f} ms [{min(paces):.3f}, {max(paces):.3f}]: 100,000 steps in {100 * median(paces):.0f} s" if paces else "no reported time"
+    names = "ended by", "verdict", "resumed after step", "original training, s", "replay, s", "replay of a step, ms", "replay speed-up"
+    return "\n".join(["# Replaying the steps of a small model\n", f"The replay of a step takes {pace}.\n", markdown_table(names, table)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=float, default=120.0, metavar="SECONDS", help="each training lives half to all of that first (default 120)")
-    parser.add_argument("--processes", type=int, default=3, metavar="N", help="trainings that are begun (default 3)")
+    parser.add_argument("--first", type=float, default=120.0, metavar="SECONDS", help="send SIGTERM to each training after half to all of this time (default 120)")
+    parser.add_argument("--processes", type=int, default=3, metavar="N", help="trainings to start (default 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     made, rows = stamp(), measured(args.first, args.processes)

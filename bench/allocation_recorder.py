@@ -1,10 +1,11 @@
-"""Runs a script as ``__main__`` and writes down the peak of what torch's allocator has given out, and knows nothing of flatout.
+"""Runs a script as ``__main__`` and records the peak memory of torch's allocator. Independent of flatout.
 
     python allocation_recorder.py OUT CYCLES SCRIPT [ARGUMENT...]
 
-The allocator's own events are recorded from right after the import of torch, so a running sum of them is all that lives. A cycle ends with the optimizer
-that steps last in the first round of all of them. The peak is looked for over CYCLES cycles after the first two; then the process ends. On CUDA the
-allocator's own statistics are read instead.
+It records the allocator's events from right after the import of torch; a running sum gives all live bytes. A
+cycle ends with the optimizer that steps last in the first round of all optimizers. The peak is taken over
+CYCLES cycles after the first two; then the process ends. On CUDA it reads the allocator's own statistics
+instead.
 """
 
 import json

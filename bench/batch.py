@@ -1,14 +1,16 @@
-"""How good the advice of `flatout batch` is, beside a sweep that measures every size on its own.
+"""Compares the advice of `flatout batch` with a sweep that measures every size on its own.
 
-For each program `flatout batch` is given the sizes and a moderate budget. Apart from it, every size runs in fresh processes, one after another and back again,
-so many rounds; a size's throughput is the median of its rounds.
+For each program, `flatout batch` gets the sizes and a moderate budget. Independently, every size runs in
+fresh processes, in ascending and then descending order, for the given number of rounds. The throughput of a
+size is the median of its rounds.
 
-    regret   the best throughput of the sweep over that of the size that was called fastest (and of the one called enough), minus 1.
-             Goals: at most 5 % for the fastest; `enough` may lose 5 % more, which is what it gives away by definition
-    kept     what was computed for the effective batch kept by accumulation, over what a program measures that really accumulates
-             (bench/programs/accumulating.py). Goal: within 10 %
+    regret   the best throughput of the sweep over that of the size called fastest (and of the size called
+             enough), minus 1. Goals: at most 5 % for the fastest; `enough` may lose 5 % more, by definition
+    kept     the computed speed of accumulation with the effective batch kept, over the speed of a program
+             that really accumulates (bench/programs/accumulating.py). Goal: within 10 %
 
-Baseline of all ratios: the same program at its own size. On a GPU the sweep is the exhaustive one that a batch finder is to be judged by.
+Baseline of all ratios: the same program at its own size. On a GPU, an exhaustive sweep is the reference for a
+batch finder.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ def advice(argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFol
 
 
 def samples_per_s(argv: list[str], plan: Plan, job: JobFolder, facts: Facts) -> float | None:
-    """Of one fresh process; None where it did not come through."""
+    """Returns the throughput of one fresh process; None where it failed."""
     with Trial(understand(argv), job.new_trial(), plan, facts) as trial:
         return measure(trial, STEPS, seconds() + LONGEST_S).samples_per_s
 
 
 def sweep(runs: dict[str, tuple[list[str], Plan]], rounds: int, job: JobFolder, facts: Facts) -> dict[str, list[float]]:
-    """Every run once a round, the order turned round each time."""
+    """Runs every command once a round; the order reverses each round."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for at in range(rounds):
         for name in list(runs) if at % 2 == 0 else list(runs)[::-1]:
@@ -95,7 +97,7 @@ def regret(entry: dict[str, Any], size: int | None) -> float | None:
 
 
 def kept(entry: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Size, the computed speed and the measured one, both against the own size."""
+    """Yields size, computed speed and measured speed, both relative to the program's own size."""
     record, rates = BatchRecord.from_json(entry["record"]), {name: median(found) for name, found in entry["sweep"].items() if found}
     return [(point.size, point.kept_speed.median, rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)]) for point in record.points
             if point.kept_speed is not None and f"{point.size} x {OWN // point.size}" in rates and str(record.own) in rates]
@@ -108,11 +110,11 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
     rows = [(name, entry["record"]["own"], entry["record"]["best"], spelled(regret(entry, entry["record"]["best"])), entry["record"]["enough"],
              spelled(regret(entry, entry["record"]["enough"])), max(map(len, entry["sweep"].values()), default=0)) for name, entry in programs.items()]
     header = ("program", "own size", "called fastest", "regret", "called enough", "regret", "n")
-    parts = ["# Batch sizes: the advice beside a sweep\n", markdown_table(header, rows),
-             f"\nRegret: best of the sweep over the size named, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
+    parts = ["# Batch sizes: the advice compared with a sweep\n", markdown_table(header, rows),
+             f"\nRegret: best throughput of the sweep over that of the recommended size, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
     found = [(name, size, f"{a:.3f}", f"{b:.3f}", f"{a / b - 1:+.1%}") for name, entry in programs.items() for size, a, b in kept(entry)]
     if found:
-        parts += [markdown_table(("program", "micro-batch", "computed, times the own size", "measured in a program that accumulates", "error"), found),
+        parts += [markdown_table(("program", "micro-batch", "computed, relative to the own size", "measured with accumulation", "error"), found),
                   f"\nGoal: within {GOAL_KEPT:.0%}."]
     return "\n".join(parts)
 
@@ -120,13 +122,13 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
-    parser.add_argument("--budget", default="3m", help="of `flatout batch`, for each program")
+    parser.add_argument("--budget", default="3m", help="budget of `flatout batch` for each program")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write in place of bench/results")
+    parser.add_argument("--folder", type=Path, default=None, help="write the results to this folder instead of bench/results")
     asked = parser.parse_args()
     unknown = set(asked.programs) - set(PROGRAMS)
     if unknown:
-        parser.error(f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
+        parser.error(f"unknown program {', '.join(sorted(unknown))}; choose from {', '.join(PROGRAMS)}")
     facts, made, found = look(), stamp(), {}
     for name in asked.programs:
         print(f"{name}", file=sys.stderr, flush=True)

@@ -1,11 +1,12 @@
-"""What `flatout check` says of public training scripts, and whether a maintainer would agree.
+"""Runs `flatout check` on public training scripts and rates each finding as a maintainer would.
 
     python bench/check_open_set.py DIR [--verdicts FILE]
 
-DIR holds one folder for each repository that the verdict file names; none of their code is kept here. Every Python file and notebook
-below them is read as a program of its own, with the modules it imports from its folder; the same line is counted once. FILE gives each
-repository's commit, and for each file and rule a verdict: *true* (a maintainer would mend it), *opinion* (right, and they may leave it) or
-*false*. What has no verdict is "not judged": the page then says so, and the command leaves with 1.
+DIR holds one folder for each repository in the verdict file; this repository keeps none of their code. Every
+Python file and notebook below them is checked as a separate program, with the modules that it imports from
+its folder. The same line counts once. FILE gives each repository's commit, and a verdict for each file and
+rule: *true* (a maintainer would fix it), *opinion* (right, but they may leave it) or *false*. A finding
+without a verdict is "not judged"; the page then says so, and the command exits with 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KINDS = ("true", "opinion", "false", "not judged")
 
 
 def alarms(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every finding below one repository's folder, once a line and rule; and what reading it took."""
+    """Returns every finding below one repository, once a line and rule, and the cost of reading it."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     files = sorted([*folder.rglob("*.py"), *folder.rglob("*.ipynb")])
     loops, unread, began = 0, [], seconds()
@@ -56,7 +57,10 @@ def _alarm(finding: Finding, folder: Path, name: str) -> dict[str, Any]:
 
 
 def judge(found: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> None:
-    """Writes the verdict and its reason into each alarm. A verdict with lines holds for these lines, one without for the whole file."""
+    """Adds the verdict and its reason to each finding.
+
+    A verdict with lines applies to these lines, a verdict without lines to the whole file.
+    """
     table = {(verdict["script"], verdict["code"], line): verdict for verdict in verdicts for line in verdict.get("lines", [0])}
     for alarm in found:
         key = alarm["script"].partition("[")[0], alarm["code"]
@@ -68,19 +72,19 @@ def page(found: list[dict[str, Any]], read: list[dict[str, Any]], known: dict[st
     ten = [alarm for alarm in found if alarm["script"] in known["ten"]]
     others = [alarm for alarm in found if alarm["script"] not in known["ten"]]
     lines = ["# `flatout check` on public scripts", "", __doc__.split("\n\n")[2].replace("\n", " "), "",
-             "Read, never run: no figure here depends on the machine. Judged by hand, by the authors of the rules.", "",
+             "The scripts are read, never run: no figure depends on the machine. The authors of the rules judged each finding by hand.", "",
              markdown_table(("repository", "commit", "files", "training loops", "alarms"),
                             [(f"`{each['repository']}`", known["repositories"][each["repository"]], each["files"], each["training loops"],
                               sum(alarm["script"].startswith(each["repository"] + "/") for alarm in found)) for each in read]), ""]
     if known.get("first_looks"):
-        lines += ["## Programs that no rule had seen", "",
-                  "The rules were written against pages of their own and mended on the first eleven repositories. These two sets were then looked at once, "
-                  "before anything was changed because of them; the tables below show what is found now.", "",
+        lines += ["## Programs not used while writing the rules", "",
+                  "The authors developed the rules on test pages and corrected them on the first eleven repositories. They then checked these two sets "
+                  "once, before any change because of them. The tables below show the current findings.", "",
                   markdown_table(("repositories", "files", "alarms", "false", "which"), [tuple(look.values()) for look in known["first_looks"]]), ""]
     for heading, alarms_there in (("The ten scripts of the open set", ten), ("All others", others)):
         counts = Counter(alarm["verdict"] for alarm in alarms_there)
         told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind] or kind == "false")
-        lines += [f"## {heading}", "", f"{len(alarms_there)} alarms: {told}.", ""]
+        lines += [f"## {heading}", "", f"{len(alarms_there)} findings: {told}.", ""]
         rows: dict[tuple[str, str, str, str], list[int]] = {}
         for alarm in alarms_there:
             rows.setdefault((alarm["script"], alarm["code"], alarm["verdict"], alarm["why"]), []).append(alarm["line"])
@@ -97,13 +101,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--verdicts", type=Path, default=VERDICTS)
-    parser.add_argument("--show", action="store_true", help="print what is not judged, and write nothing")
+    parser.add_argument("--show", action="store_true", help="print the findings without a verdict, and write nothing")
     given = parser.parse_args()
     known = json.loads(given.verdicts.read_text(encoding="utf-8"))
     found, read = [], []
     for name in known["repositories"]:
         if not (given.folder / name).is_dir():
-            sys.exit(f"there is no folder {name} in {given.folder}; the verdict file names it")
+            sys.exit(f"the verdict file expects a folder {name} in {given.folder}, which does not exist")
         alarms_there, about = alarms(given.folder / name, name)
         found += alarms_there
         read.append(about)

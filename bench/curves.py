@@ -1,7 +1,8 @@
-"""Learning curves of a CIFAR-10 script, with its transforms one by one and under flatout's data path: three seeds each.
+"""Compares the learning curves of a CIFAR-10 script with per-sample transforms and under flatout's data path.
 
-A small convolutional network on the real CIFAR-10 (``python bench/curves.py FOLDER``, where torchvision finds ``cifar-10-batches-py``), one epoch
-of 390 steps. Each seed is trained twice, in processes of their own, and the losses of every step are compared bit by bit.
+A small convolutional network trains on the real CIFAR-10 for one epoch of 390 steps (``python bench/curves.py
+FOLDER``, where FOLDER holds ``cifar-10-batches-py`` for torchvision). Each of three seeds trains twice, in
+separate processes, and the losses of every step are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COLOURS = ("#2a6fdb", "#d1495b", "#3a9a5c")
 
 
 def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list[float]:
-    """The loss of every step, to the last bit."""
+    """Returns the loss of every step, to the last bit."""
     arena = Arena(understand(["python", str(TRAINING), "--root", root]), job, facts)
     try:
         trial = enter(arena, plan, seed).trial
@@ -42,12 +43,12 @@ def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list
 
 
 def smooth(curve: list[float]) -> list[float]:
-    """The mean of each ten neighbours."""
+    """Returns the means of ten adjacent losses."""
     return [sum(curve[at:at + SMOOTHED]) / len(curve[at:at + SMOOTHED]) for at in range(0, len(curve), SMOOTHED)]
 
 
 def drawn(found: dict[str, list[list[float]]]) -> str:
-    """An SVG: plain curves as wide pale lines, the others as thin dark ones on top of them."""
+    """Returns an SVG: plain curves as wide pale lines, the others as thin dark ones on top."""
     every = [value for curves in found.values() for curve in curves for value in smooth(curve)]
     low, high = min(every), max(every)
 
@@ -68,7 +69,7 @@ def drawn(found: dict[str, list[list[float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", help="where torchvision finds cifar-10-batches-py")
+    parser.add_argument("root", help="folder that holds cifar-10-batches-py")
     root = str(Path(parser.parse_args().root).resolve())
     facts = look()
     made, place = stamp(facts), Path(tempfile.mkdtemp(prefix="curves-"))
@@ -84,7 +85,7 @@ def main() -> None:
         same = sum(a == b for a, b in zip(plain, lowered, strict=False))
         rows.append((seed, f"{smooth(plain)[-1]:.4f}", f"{smooth(lowered)[-1]:.4f}", f"{same} of {max(len(plain), len(lowered))}"))
     picture = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
-    table = markdown_table(("seed", "last ten losses, plain", "lowered", "losses that are the same bit for bit"), rows)
+    table = markdown_table(("seed", "last ten losses, plain", "lowered", "losses equal bit for bit"), rows)
     page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1], table, f"\n![Learning curves]({picture})"])
     text, _ = write_result("curves", made, page, {"losses": found})
     write_whole(text.with_suffix(".svg"), drawn(found))

@@ -1,13 +1,15 @@
-"""The loader alone and in training: as it is with 0, 2 and 4 workers, under flatout, beside other libraries, beside a batch that is ready.
+"""Measures the data loader by itself and in training: plain, under flatout, and with other libraries.
 
-Images lie in memory as bytes (50,000 of 32 x 32 x 3 with RandomCrop, flip, ToTensor, Normalize; 60,000 of 28 x 28 with ToTensor,
-Normalize); batches of 128. Sets of fresh processes, one a side, that take turns; the others, with their workers, are stopped
-meanwhile. A ratio is the median over rounds and sets with a 95 % interval (bootstrap over both). flatout's sides are the same script,
-started by ``flatout run`` with a plan.
+The images are in memory as bytes: 50,000 of 32 x 32 x 3 with RandomCrop, flip, ToTensor and Normalize, and
+60,000 of 28 x 28 with ToTensor and Normalize. Batches have 128 images. Each set has a fresh process for each
+side; the sides are interleaved, and the processes of the other sides, with their workers, are stopped
+meanwhile. A ratio is the median over rounds and sets with a 95 % interval (bootstrap over both). For
+flatout's sides, ``flatout run`` starts the same script with a plan.
 
-Alone: batches a second. In training (a small convolutional network): steps under the plan beside steps on one batch that is ready.
+By itself: batches a second with 0, 2 and 4 workers, under flatout and with other libraries. In training (a
+small convolutional network): steps under the plan, compared with steps on one preloaded batch.
 
-Goals: 10 times the batches a second of 0 and of 4 workers; 95 % of the steps with a batch that is ready.
+Goals: 10 times the batches a second of 0 and of 4 workers; 95 % of the steps with a preloaded batch.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ KEPT = Choice("cached_prefix", {"mib": 512, "ahead": True}, Origin.USER)
 BATCHED = Choice("batched_transforms", "all", Origin.USER)
 PLANS = {"flatout, batched_transforms": Plan((BATCHED,)), "flatout, cached_prefix": Plan((KEPT,)), "flatout, both": Plan((KEPT, BATCHED))}
 PEERS = {"torchdata, 2 threads": ("torchdata", 2), "SPDL, 2 threads": ("spdl", 2), "kornia, by hand": ("kornia", 0)}
-ROUND_S = 1.0  # of reading, a side and round
+ROUND_S = 1.0  # reading time for each side and round
 GOAL_TIMES, GOAL_SHARE = 10.0, 0.95
 
 
 @dataclass
 class Reader:
-    """One side: a command and a plan; batches a second of each round, a list a set."""
+    """One side: a command, a plan, and the batches a second of each round, one list for each set."""
 
     name: str
     argv: list[str]
@@ -89,7 +91,7 @@ def answered(process: subprocess.Popen[str]) -> str:
 
 
 def read(process: subprocess.Popen[str], count: int) -> float:
-    """Batches a second over ``count`` batches. The process and its workers run for that long only."""
+    """Returns the batches a second over ``count`` batches. The process and its workers run only meanwhile."""
     assert process.stdin is not None
     os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write(f"{count}\n")
@@ -100,7 +102,7 @@ def read(process: subprocess.Popen[str], count: int) -> float:
 
 
 def one_set(readers: Sequence[Reader], at: int, rounds: int, facts: Facts) -> None:
-    """Fresh processes of all sides, started one after another, then read in turns; the order is turned round each round."""
+    """Runs one set: fresh processes of all sides, interleaved, in an order that reverses each round."""
     from contextlib import ExitStack
 
     with ExitStack() as stack:
@@ -120,7 +122,7 @@ def one_set(readers: Sequence[Reader], at: int, rounds: int, facts: Facts) -> No
 
 
 def times(reader: Reader, against: Reader) -> Any:
-    """How many times the batches a second of another side."""
+    """Returns the batches a second relative to another side."""
     pairs = [[Round(1 / a, 1 / b) for a, b in zip(theirs, ours, strict=True)] for theirs, ours in zip(against.rates, reader.rates, strict=True)]
     return compare(pairs) if any(pairs) else None
 
@@ -129,7 +131,7 @@ def alone(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
     def side(name: str, kind: str, workers: int, plan: Plan | None = None) -> Reader:
         return Reader(name, [str(ALONE), "--set", which, "--kind", kind, "--workers", str(workers)], plan)
 
-    readers = [*(side(f"{n} workers", "plain", n) for n in (0, 2, 4)), side("0 workers again (A/A)", "plain", 0),
+    readers = [*(side(f"{n} workers", "plain", n) for n in (0, 2, 4)), side("0 workers, repeated (A/A)", "plain", 0),
                *(side(name, "plain", 0, plan) for name, plan in PLANS.items()), *(side(name, kind, n) for name, (kind, n) in PEERS.items())]
     for at in range(sets):
         one_set([reader for reader in readers if not reader.failure], at, rounds, facts)
@@ -148,7 +150,7 @@ def in_training(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, A
     def side(name: str, *more: str, plan: Plan | None = None) -> SideOfContest:
         return SideOfContest(name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan())
 
-    floor, again = side("one batch that is ready", "--same-batch"), side("the same again (A/A)", "--same-batch")
+    floor, again = side("one preloaded batch", "--same-batch"), side("one preloaded batch, repeated (A/A)", "--same-batch")
     sides = [floor, again, side("0 workers"), side("4 workers", "--workers", "4"), *(side(name, plan=plan) for name, plan in PLANS.items())]
     place = Path(tempfile.mkdtemp(prefix="data-"))
     try:
@@ -172,15 +174,15 @@ def number(value: float | None, digits: int) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    parts = ["# Where the loader is the wall\n", (__doc__ or "").split("\n\n", 1)[1]]
+    parts = ["# Training limited by the data loader\n", (__doc__ or "").split("\n\n", 1)[1]]
     for which, rows in found.get("alone", {}).items():
         table = [(name, number(row["batches_per_s"], 0), spell(row.get("times_0")), spell(row.get("times_4")), row["failure"]) for name, row in rows.items()]
-        parts += [f"\n## {which}: the loader alone\n", markdown_table(("side", "batches/s", "times 0 workers", "times 4 workers", "remark"), table)]
+        parts += [f"\n## {which}: the loader by itself\n", markdown_table(("side", "batches/s", "times 0 workers", "times 4 workers", "remark"), table)]
     for which, rows in found.get("training", {}).items():
         table = [(name, number(row["step_ms"], 2), number(row["data_ms"], 2), spell(row["of_floor"]), spell(row["times_plain"]), row["failure"])
                  for name, row in rows.items()]
         parts += [f"\n## {which}: in training\n",
-                  markdown_table(("side", "step, ms", "of it waiting for data", "speed beside a batch that is ready", "times 0 workers", "remark"), table)]
+                  markdown_table(("side", "step, ms", "waiting for data", "speed relative to a preloaded batch", "times 0 workers", "remark"), table)]
     return "\n".join(parts)
 
 

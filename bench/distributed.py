@@ -1,20 +1,25 @@
-"""Public training scripts, written for one process, as several ranks: which of them divide, and whether they learn the same.
+"""Runs public single-process scripts on several ranks: can they be parallelised, and do they learn the same?
 
-DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is taken from DIR. The scripts are not edited.
+DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is relative to DIR. The
+scripts are not edited.
 
-For each script: the rehearsal of `flatout run --procs N` says how it divides, or why it does not. One that divides then runs as N ranks twice over more
-steps: with random numbers and batch statistics of one process, and with each rank's own, which is how the real job runs; and as one process with the
-same seed and two other ones. Laid side by side are the losses that the script computes, step by step; a distance is the mean of their differences over
-the mean loss:
+For each script, the rehearsal of `flatout run --procs N` reports how it splits the work, or why it cannot. A
+script that can be parallelised then runs twice on N ranks for more steps. The first run uses the random
+numbers and batch statistics of one process. The second uses each rank's own, as a real job does. The script
+also runs as one process with the same seed and with two other seeds. The comparison uses the losses that the
+script computes, step by step. A distance is the mean of their differences over the mean loss:
 
-    exact     N ranks with the random numbers and batch statistics of one process, from one process with the same seed
-    own       N ranks as the real job runs them, from one process with the same seed
-    spread    between processes with different seeds: what chance alone does
-    speed     N ranks against one process, in turns block by block in one session (`flatout tune --procs N` does the same), with a 95 % interval: one process
-              has all cores for its threads, each rank its share of them
-    exchange  the part of a rank's step that waits for the exchange of gradients, and for slower ranks in it
-    verdict   *the same* where `own` is rounding, *other draws* where it is at most 1.5 times what other seeds do, else **other**. One run each: `exact` is
-              the sharper test, `own` shows that nothing is lost between it and the real job
+    exact     N ranks with the random numbers and batch statistics of one process, compared with one process
+              with the same seed
+    own       N ranks as in a real job, compared with one process with the same seed
+    spread    between processes with different seeds: the effect of chance alone
+    speed     N ranks compared with one process, interleaved block by block in one session (`flatout tune
+              --procs N` does the same), with a 95 % interval: one process uses all cores for its threads,
+              each rank its share of them
+    exchange  the share of a rank's step that it waits for the gradient exchange, including slower ranks
+    verdict   *the same* where `own` is rounding, *other random numbers* where it is at most 1.5 times the
+              difference between seeds, otherwise **other**. One run each: `exact` is the stricter test; `own`
+              shows that the real job loses nothing compared with it
 """
 
 from __future__ import annotations
@@ -47,20 +52,20 @@ from flatout.tune.search import observe
 from flatout.tune.tuning import Goal, Tuning
 
 ROUNDING, SPREADS = 1e-4, 1.5
-HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's door", "whole": "the model alone"}
+HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's input", "whole": "the model only"}
 STEPS, SECONDS = 30, 60.0
 PATIENCE_S = 900.0
-SPEED_S = 40.0  # of turns
+SPEED_S = 40.0  # of interleaved blocks
 
 
 def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int) -> list[float]:
-    """The losses of the first steps. Raises ProgramGone."""
+    """Returns the losses of the first steps. Raises ProgramGone."""
     with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, wishes={"steps": STEPS, "seconds": SECONDS}) as trial:
         return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + PATIENCE_S)["losses"]]
 
 
 def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts) -> dict[str, Any]:
-    """How much faster the ranks are than one process, and the pace of each. Raises ProgramGone, FlatoutError."""
+    """Returns the speed-up of the ranks and the pace of each. Raises ProgramGone, FlatoutError."""
     session = SessionRecord(list(command.typed), str(Path.cwd()), {}, ranks=RanksRecord(procs, division))
     base = Plan((Choice(LEVER, division),))
     tuning = Tuning(launcher_of(command, procs, cores=facts.cores), job, facts, session, Goal(SPEED_S / SHARE), base=base, alone=command)
@@ -74,7 +79,7 @@ def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder
 
 
 def apart(a: list[float], b: list[float]) -> float:
-    """Mean difference over the mean loss, of the steps that both have."""
+    """Returns the mean difference over the mean loss, for the steps that both have."""
     pairs = list(zip(a, b, strict=False))
     return sum(abs(x - y) for x, y in pairs) / max(sum(abs(y) for _, y in pairs), 1e-300)
 
@@ -112,14 +117,14 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     one = entry["one"]
     exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
     spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
-    verdict = "the same" if own <= ROUNDING else "other draws" if own <= SPREADS * spread else "**other**"
+    verdict = "the same" if own <= ROUNDING else "other random numbers" if own <= SPREADS * spread else "**other**"
     how = HOW[found.division["batches"]].format(found.division["reduction"])
     fast, exchange = pace(entry.get("speed"))
     return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, fast, exchange, "; ".join(found.notes))
 
 
 def pace(told: dict[str, Any] | None) -> tuple[str, str]:
-    """The columns *speed* and *exchange*."""
+    """Returns the columns *speed* and *exchange*."""
     found = RanksRecord.from_json(told) if told else None
     if found is None or found.ratio is None:
         return "*not run*" if found is None else found.why_not, ""
@@ -129,9 +134,9 @@ def pace(told: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
-    header = ("script", "divides", "first gradient, off", "exact", "own", "spread", "verdict", "speed", "exchange", "why, notes")
+    header = ("script", "split", "error of the first gradient", "exact", "own", "spread", "verdict", "speed", "exchange", "why, notes")
     steps = [len(entry["ranks"]) for entry in entries.values() if "ranks" in entry]
-    return "\n".join([f"# Scripts for one process as {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
+    return "\n".join([f"# Single-process scripts on {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
                       f"Losses of {min(steps, default=0)} to {max(steps, default=0)} backward passes; gloo, {procs} processes with one thread each.\n",
                       markdown_table(header, [row(name, entry) for name, entry in entries.items()])])
 
@@ -140,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--procs", type=int, default=2)
-    parser.add_argument("--only", default="", help="these scripts, with commas")
+    parser.add_argument("--only", default="", help="run only these scripts, separated by commas")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     scripts, made, facts = json.loads((args.folder / "set.json").read_text()), stamp(), look()

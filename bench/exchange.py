@@ -1,10 +1,13 @@
-"""What travels between ranks: how many bytes a step, how much of the time is waited for, and what fewer exchanges do to the loss.
+"""Measures the traffic between ranks: bytes, waiting time, and the effect of fewer exchanges on the loss.
 
-Ranks of flatout's own gang on this machine, gloo, one thread each, an MLP whose exchange is a large part of a step. In each contest both sides live in
-one and the same ranks and are switched in the order A B B A, as the levers would be; A is always float32 in buckets of 25 MiB that leave early. *waited* is
-what a backward pass waits for after it has computed its gradients (median of all passes of rank 0, and the quartiles); *step* is A's time over B's with a
-bootstrap interval over rounds. The limited link is the loopback of a network namespace of its own behind a token bucket (`tc ... tbf`), which all
-ranks share in both directions; it has no latency of a network's. Held-out loss: an MLP on scikit-learn's digits with AdamW.
+flatout's local launcher starts the ranks on this machine, with gloo and one thread each. The model is an MLP
+whose exchange is a large part of a step. In each comparison, the same ranks run both sides, interleaved in
+the order A B B A, as the levers would apply them. A is always float32 in buckets of 25 MiB that start during
+the backward pass. *waiting* is the time that a backward pass waits after it has computed its gradients
+(median of all passes of rank 0, and the quartiles). *step* is A's time over B's, with a bootstrap interval
+over rounds. The limited link is the loopback of a separate network namespace behind a token bucket (`tc ...
+tbf`). All ranks share it in both directions, and it adds no network latency. Held-out loss: an MLP on
+scikit-learn's digits with AdamW.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ PATIENCE_S = 3000.0
 CALM = 1.0  # load average above which nothing is timed
 A: dict[str, Any] = {"mib": 25}
 SIDES: dict[str, dict[str, Any]] = {
-    "nothing leaves early": {"mib": 25, "early": False}, "buckets of 1 MiB": {"mib": 1}, "buckets of 5 MiB": {"mib": 5}, "one bucket": {"mib": "all"},
+    "no early buckets": {"mib": 25, "early": False}, "buckets of 1 MiB": {"mib": 1}, "buckets of 5 MiB": {"mib": 5}, "one bucket": {"mib": "all"},
     "bf16": {"mib": 25, "way": "bf16"}, "fp16": {"mib": 25, "way": "fp16"}, "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 0}},
     "bf16, buckets of 5 MiB": {"mib": 5, "way": "bf16"}}
 COURSES: dict[str, Any] = {
@@ -41,7 +44,7 @@ COLOURS = ("#222222", "#2a6fdb", "#8fb4ee", "#d1495b", "#eaa5ae", "#3a9a5c", "#c
 
 
 def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
-    """What the program wrote. ``rate``: on a loopback that carries no more than this."""
+    """Returns the records of the program. ``rate``: the limit of the loopback."""
     folder, space = Path(tempfile.mkdtemp(prefix="exchange-")), f"fo{os.getpid() % 10000}x"
     (folder / "job.json").write_text(json.dumps(job))
     words = [sys.executable, "-m", "flatout.launch.gang", "--procs", str(procs), "--", sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder)]
@@ -69,7 +72,7 @@ def contests(procs: int, rate: str | None, args: argparse.Namespace) -> dict[str
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """A itself first, over all contests."""
+    """Returns the rows; the first is A itself, over all comparisons."""
     def of(pairs: list[dict[str, Any]], side: str) -> tuple[float, list[float]]:
         blocks = [block for pair in pairs for round_ in pair["rounds"] for block in round_[side]]
         return median([time for times, _ in blocks for time in times]), [wait for _, waits in blocks for wait in waits]
@@ -81,7 +84,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     pairs = found["pairs"]
     rows = [row("A: float32, 25 MiB, early", pairs[0]["traffic"]["a"], *of(pairs, "a"), "1")]
     for pair in pairs:
-        # a round has two blocks a side, that of the outer and of the inner turns
+        # a round has two blocks a side: the outer and the inner ones
         rounds = [Round(block_ms(a[0]), block_ms(b[0])) for blocks in pair["rounds"] for a, b in zip(blocks["a"], blocks["b"], strict=True)]
         ratio = compare([rounds])
         rows.append(row(pair["name"], pair["traffic"]["b"], *of([pair], "b"), f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"))
@@ -89,7 +92,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def drawn(found: dict[str, Any]) -> str:
-    """Held-out loss by step, the mean of the seeds; the axis of the loss is a logarithm's."""
+    """Returns the chart of held-out loss by step, as the mean of the seeds; the loss axis is logarithmic."""
     from math import log
 
     curves = {name: [sum(values) / len(values) for values in zip(*seeds, strict=True)] for name, seeds in found["curves"].items()}
@@ -120,15 +123,15 @@ def course_rows(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def page(links: dict[str, Any], courses: dict[str, Any] | None, picture: str) -> str:
-    parts = [f"# What travels between ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"]
-    header = ("side", "MB handed over a step", "collectives", "buckets that left early", "step, ms", "waited, ms", "step, A over it")
+    parts = [f"# Traffic between ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"]
+    header = ("side", "MB sent a step", "collectives", "early buckets", "step, ms", "waiting, ms", "step, A over it")
     for name, found in links.items():
         parts.append(f"## {name}\n")
         if found is None:
             parts.append("*not run*\n")
             continue
         rounds = found["pairs"][0]["rounds"]
-        parts.append(f"{found['parameters'] / 1e6:.1f} M parameters ({found['layers']} layers of {found['width']}), {found['batch']} samples a rank, "
+        parts.append(f"{found['parameters'] / 1e6:.1f} M parameters ({found['layers']} layers of {found['width']}), {found['batch']} samples for each rank, "
                      f"{len(rounds)} rounds of A B B A, {len(rounds[0]['a'][0][0])} passes a block.\n")
         parts.append(markdown_table(header, rows_of(found)) + "\n")
     parts.append("## Fewer exchanges\n")
@@ -136,38 +139,38 @@ def page(links: dict[str, Any], courses: dict[str, Any] | None, picture: str) ->
         parts.append("*not run*\n")
     else:
         parts.append(f"{courses['procs']} ranks, batches of {courses['batch']}, {courses['steps']} steps, seeds {courses['seeds']}; evaluated every "
-                     f"{courses['evaluate']} steps, which ends a round early where it falls into one. "
-                     "DiLoCo's rate and momentum are the paper's, which found them with hundreds of steps a round; on so short a training they overshoot.\n")
-        header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "lowest to highest of the seeds")
+                     f"{courses['evaluate']} steps, which ends a round early if the round is not complete. DiLoCo uses the rate and momentum of its paper, "
+                     "which were tuned for hundreds of steps a round; in such a short training they overshoot.\n")
+        header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "range over the seeds")
         parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({picture})\n")
     return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="loopback, limited, four, courses; separated by commas")
-    parser.add_argument("--rate", default="2gbit", help="of the limited link, as tc says it")
+    parser.add_argument("--only", default="", help="some of loopback, limited, four, courses, separated by commas")
+    parser.add_argument("--rate", default="2gbit", help="rate of the limited link, in the notation of tc")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="samples a rank")
+    parser.add_argument("--batch", type=int, default=32, help="samples for each rank")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--block", type=int, default=5, help="passes of a block")
-    parser.add_argument("--steps", type=int, default=1280, help="of a course")
+    parser.add_argument("--block", type=int, default=5, help="passes for each block")
+    parser.add_argument("--steps", type=int, default=1280, help="steps of each training curve")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--busy", action="store_true", help="time though the machine is not calm (to try the bench out)")
+    parser.add_argument("--busy", action="store_true", help="measure even if the machine is busy (to test the benchmark)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     made = stamp()
     known = read_result("exchange", made, args.out)
-    names = {"loopback": "Two ranks, loopback", "limited": f"Two ranks, a link of {args.rate} in all", "four": "Four ranks on two cores, loopback"}
+    names = {"loopback": "Two ranks, loopback", "limited": f"Two ranks, a link of {args.rate} in total", "four": "Four ranks on two cores, loopback"}
     links: dict[str, Any] = {name: known.get("links", {}).get(name) for name in names.values()}
     courses: dict[str, Any] | None = known.get("courses")
     wanted = args.only.split(",") if args.only else [*names, "courses"]
     if not set(wanted) <= {*names, "courses"}:
-        raise SystemExit(f"--only names some of {', '.join([*names, 'courses'])}, not {args.only!r}")
+        raise SystemExit(f"--only accepts some of {', '.join([*names, 'courses'])}, not {args.only!r}")
     calm = args.busy or (made["load_at_start"] or 0.0) < CALM
     if not calm and set(wanted) & set(names):
-        print(f"the load average is {made['load_at_start']}: nothing is timed", file=sys.stderr)
+        print(f"nothing is measured because the load average is {made['load_at_start']}; wait until the machine is idle, or add --busy", file=sys.stderr)
     picture = f"exchange_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     for name in wanted:
         print(name, file=sys.stderr, flush=True)

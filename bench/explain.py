@@ -1,9 +1,10 @@
-"""`flatout explain` over failures that are really provoked, and over recorded ones of what cannot be provoked here.
+"""Tests `flatout explain` on provoked failures, and on recorded failures that cannot be provoked here.
 
     python bench/explain.py
 
-Each program of tests/diagnose/provoked.py dies in a process of its own making; it is explained from the dying process and from the text of its
-traceback, and its mended twin is run. The texts of tests/diagnose/recorded.py are explained only.
+Each program of tests/diagnose/provoked.py fails in a separate process. `explain` explains the failure from
+the dying process and from the text of its traceback; the fixed version of the program runs. The texts of
+tests/diagnose/recorded.py are only explained.
 """
 
 from __future__ import annotations
@@ -75,19 +76,19 @@ def main() -> None:
     neither = [f"{kind.code} {kind.name}" for kind in TABLE if kind.code not in kinds]
     tried = [row for row in provoked if not row["mend"].startswith("not run")]
     names = {kind.code: kind.name for kind in TABLE}
-    header = ("kind", "failure", "how", "in the dying process", "from the text", "mend tried", "what is said")
+    header = ("kind", "failure", "how", "in the dying process", "from the text", "fixed version", "explanation")
     columns = ("failure", "how", "live", "text", "mend", "said")
     table = markdown_table(header, [(f"{row['kind']} {names[row['kind']]}", *(row[column] for column in columns)) for row in found])
     page = f"""# Failures explained
 
-{len(provoked)} failures of {_kinds(provoked)} kinds were really provoked: {_count(provoked, 'live', 'right')} explained rightly in the dying process,
-{_count(provoked, 'text', 'right')} of {len(provoked) - _count(provoked, 'text', 'no text')} rightly from the text of their traceback
-(those that a signal ends have none). Of {len(tried)} mended twins {_count(tried, 'mend', 'runs')} run through.
+{len(provoked)} provoked failures of {_kinds(provoked)} kinds: {_count(provoked, 'live', 'right')} explained correctly in the dying process,
+{_count(provoked, 'text', 'right')} of {len(provoked) - _count(provoked, 'text', 'no text')} explained correctly from the text of their traceback
+(failures by a signal have none). {_count(tried, 'mend', 'runs')} of {len(tried)} fixed versions run without an error.
 
-{len(recorded)} texts from public reports, of {_kinds(recorded)} kinds that need a GPU, several machines or a broken installation, are explained
-only (*not run here*): {_count(recorded, 'text', 'right')} rightly.
+{len(recorded)} texts from public reports of {_kinds(recorded)} kinds that need a GPU, several machines or a broken installation: these failures are
+not run here. {_count(recorded, 'text', 'right')} are explained correctly.
 
-Of {len(TABLE)} kinds {len(neither)} have been neither provoked nor recorded{': ' + ', '.join(neither) if neither else ''}.
+{len(neither)} of {len(TABLE)} kinds have been neither provoked nor recorded{': ' + ', '.join(neither) if neither else ''}.
 
 {table}
 """

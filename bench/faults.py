@@ -1,11 +1,14 @@
-"""Saves that are cut off, disks that forget, files that are damaged: at every point, and thousands of times; `torch.load` beside it.
+"""Tests checkpoints under interruptions, power loss and damage: at every point, and thousands of times.
 
-    cuts          a process that saves gets SIGKILL before, in the middle of and after every call that changes the disk: the newest save must be the one
-                  before or the new one, bit for bit, and nothing may be left half done by the next writer
-    power         what was not flushed is gone, torn or there, after every call, many times by seed
-    accidents     a bit, a page, a length, a file or a folder of the newest save is another: it must be seen, and the save before it must be used
-    all bad       the same to every save: an error, and nothing is changed
-    torch.load    accidents of a single file to the same state as `torch.save` wrote it: how many of them it reads without a word
+    cuts          SIGKILL hits a saving process before, during and after every call that changes the disk. The
+                  newest checkpoint must be the previous or the new one, bit for bit. The next writer must
+                  leave nothing incomplete behind
+    power         after every call, unflushed data is lost, torn or kept, many times by seed
+    accidents     a bit, a page, a length, a file or a folder of the newest checkpoint changes: this must be
+                  detected, and the previous checkpoint used
+    all bad       the same for every checkpoint: an error, and nothing is changed
+    torch.load    accidents of a single file, applied to the same state saved by `torch.save`: how many of
+                  them it loads without an error
 """
 
 from __future__ import annotations
@@ -48,11 +51,11 @@ def save(folder: Path, step: int, keep: int = 3) -> None:
 
 
 def found(folder: Path, steps: tuple[int, ...]) -> str:
-    """"" where the newest save is that of one of these steps, bit for bit, and no other had to be passed over; else what is wrong."""
+    """Returns what is wrong; "" if the newest checkpoint is intact, chosen first, and of these steps."""
     try:
         newest, bad = Saves(folder).newest()
         if newest is None or newest.step not in steps or bad:
-            return f"picked {newest and newest.step}, passed over {len(bad)}"
+            return f"picked {newest and newest.step}, skipped {len(bad)}"
         got, expected = newest.read(torch), state(newest.step)
         if not all(torch.equal(got["model"][name], tensor) for name, tensor in expected["model"].items()) or newest.read(torch, "rank1")["step"] != newest.step:
             return "other bits"
@@ -62,9 +65,9 @@ def found(folder: Path, steps: tuple[int, ...]) -> str:
 
 
 def cuts(folder: Path) -> list[dict[str, str]]:
-    """The first save of all, one more, one that makes older ones go, and one that first clears away what two killed writers have left."""
+    """Tests the first checkpoint, one more, one that removes older ones, and one after two killed writers."""
     rows = []
-    for scenario, before, keep in (("the first save", (), 3), ("one more", (1, 2), 9), ("one more, older ones go", (1, 2, 3, 4), 2),
+    for scenario, before, keep in (("the first checkpoint", (), 3), ("one more", (1, 2), 9), ("one more, older ones removed", (1, 2, 3, 4), 2),
                                    ("one more, after two killed writers", (1, 2, 3), 2)):
         start = folder / "start"
         shutil.rmtree(start, ignore_errors=True)
@@ -144,7 +147,7 @@ def all_bad(folder: Path, count: int, seed: int) -> list[dict[str, str]]:
         before = sorted((str(each), each.stat().st_size) for each in hurt.rglob("*"))
         try:
             Saves(hurt).newest()
-            wrong = "one was believed"
+            wrong = "a damaged checkpoint was accepted"
         except SaveError:
             wrong = "" if sorted((str(each), each.stat().st_size) for each in hurt.rglob("*")) == before else "something was changed"
         rows.append({"kind": "all", "what": "", "wrong": wrong})
@@ -161,7 +164,7 @@ def torch_load(folder: Path, count: int, seed: int) -> list[dict[str, str]]:
         try:
             got = torch.load(place / "state.pt", weights_only=True)
             same = equal(got, expected)
-            outcome = "read, and right" if same else "read without a word, and wrong"
+            outcome = "loaded correctly" if same else "loaded without an error, but wrong"
         except Exception:
             outcome = "an error"
         rows.append({"kind": kind.__name__, "outcome": outcome})
@@ -179,31 +182,31 @@ def page(records: dict[str, list[dict[str, str]]], took: dict[str, float]) -> st
         wrong = [row for row in rows if row["wrong"]]
         return [title, f"{len(rows):,}", f"{len(rows) - len(wrong):,}", f"{len(wrong):,}"]
 
-    table = [line(f"killed while saving: {name}", [row for row in records["cuts"] if row["scenario"] == name])
+    table = [line(f"killed during a save: {name}", [row for row in records["cuts"] if row["scenario"] == name])
              for name in dict.fromkeys(row["scenario"] for row in records["cuts"])]
-    table += [line(f"loss of power: what was not flushed is there: {how}", [row for row in records["power"] if row["how"] == how])
+    table += [line(f"loss of power; unflushed data kept: {how}", [row for row in records["power"] if row["how"] == how])
               for how in dict.fromkeys(row["how"] for row in records["power"])]
     table += [line(f"accident: {(kind.__doc__ or 'A file is missing').splitlines()[0].rstrip('.')}",
                    [row for row in records["accidents"] if row["kind"] == kind.__name__]) for kind in KINDS]
     table.append(line("accidents to every save at once: an error, nothing changed", records["all bad"]))
     loads = Counter((row["kind"], row["outcome"]) for row in records["torch.load"])
-    outcomes = ("an error", "read, and right", "read without a word, and wrong")
+    outcomes = ("an error", "loaded correctly", "loaded without an error, but wrong")
     beside = [[kind.__name__.replace("_", " "), *(f"{loads[kind.__name__, outcome]:,}" for outcome in outcomes)] for kind in OF_ONE_FILE]
     total, wrong = sum(len(records[name]) for name in ("cuts", "power", "accidents", "all bad")), sum(
         bool(row["wrong"]) for name in ("cuts", "power", "accidents", "all bad") for row in records[name])
     return "\n\n".join([
-        f"{total:,} faults, {wrong:,} bad picks. A fault counts as survived where the newest save that is picked is the right one, bit for bit; where the "
-        "process was killed, also where the next writer leaves nothing behind.",
+        f"{total:,} faults, {wrong:,} wrong choices. A fault counts as survived if the newest checkpoint is the right one, bit for bit. "
+        "After a kill, the next writer must also leave nothing behind.",
         markdown_table(["fault", "n", "survived", "not"], table),
-        f"`torch.load` of {torch.__version__} on accidents of a single file to the same state, as `torch.save` wrote it (n = {len(records['torch.load']):,}):",
+        f"`torch.load` of {torch.__version__}: accidents of a single file that `torch.save` wrote with the same state (n = {len(records['torch.load']):,}):",
         markdown_table(["accident", *outcomes], beside),
-        "Seconds: " + ", ".join(f"{name} {time:.0f}" for name, time in took.items()) + ". Accidents of seed and number can be had again: `--seed`."])
+        "Seconds: " + ", ".join(f"{name} {time:.0f}" for name, time in took.items()) + ". `--seed` reproduces the accidents."])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a hundredth of it, and no page")
+    parser.add_argument("--quick", action="store_true", help="run one hundredth of the faults, and write no page")
     asked = parser.parse_args()
     made = stamp()
     less = 100 if asked.quick else 1

@@ -1,8 +1,10 @@
-"""Hostile and mutated files, given to everything of flatout that opens one.
+"""Opens hostile and mutated files with every parser of flatout.
 
-First each of the files that are bad on purpose, to each command; then, until the time is over, sound files that were changed by seed. Each is opened by a
-child of this process that has 512 MiB and 5 s of its own to spare. Wrong is: code of the file ran, the child died of a signal or with a traceback of ours,
-it ended with a code that is not documented, left control codes on the terminal, refused without a sentence, or took more than it has.
+First, each command gets the files that are hostile on purpose. Then, until the time is over, the parsers get
+valid files mutated by seed. A child process opens each file, with 512 MiB of memory and 5 s to spare. A
+result is wrong if code of the file ran, if the child died of a signal or with a traceback of flatout, if it
+ended with an undocumented exit code, if it left control codes on the terminal, if it rejected the file
+without a message, or if it exceeded its limits.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from flatout.measure.clock import seconds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
-    parser.add_argument("--only", default="", help="the openers whose name has this in it")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", default="", help="only parsers whose name contains this")
     parser.add_argument("--no-page", action="store_true")
     asked = parser.parse_args()
     made, began = stamp(), seconds()
@@ -80,9 +82,9 @@ def main() -> None:
     ]
     text = "\n\n".join(
         [
-            f"{counts['on purpose']:,} files that are bad on purpose and {counts['mutated']:,} mutated ones (seeds {asked.seed} to {seed - 1}) in "
-            f"{(seconds() - began) / 60:.0f} minutes: {len(wrong)} wrong, code of a file run {sum('code of' in each['why'] for each in wrong)} times.",
-            markdown_table(["what opens it", "files", "ended with", "longest, s of CPU", "largest, MiB", "wrong"], rows),
+            f"{counts['on purpose']:,} files that are hostile on purpose and {counts['mutated']:,} mutated ones (seeds {asked.seed} to {seed - 1}) in "
+            f"{(seconds() - began) / 60:.0f} minutes: {len(wrong)} wrong, code of a file executed {sum('code of' in each['why'] for each in wrong)} times.",
+            markdown_table(["parser", "files", "exit code: files", "longest, s of CPU", "largest, MiB", "wrong"], rows),
             " ".join((__doc__ or "").split("\n\n")[1].split()),
         ]
     )

@@ -1,15 +1,19 @@
-"""The guard's test bed: how often does it accept a broken lever, and how often does it refuse a sound one?
+"""Runs the guard's test bed: how often does it accept a broken lever or reject a sound one?
 
-Each program and lever is judged as the tuner does it. The plain program runs with seeds 0, 1 and 2, and with seed 0 once more.
-In the running plain program the step replica is asked about every lever that can be switched and claims less than EXACT: once it is
-warm, and once more after a stretch of training. What a replica rejects is rejected, as in a search; what passes gets fresh processes
-with the same three seeds, and `judge` compares the records. An EXACT claim that fails with the first seed is not run with the others:
-one differing bit is enough. Programs of bench/programs are there for half precision: no lever that claims EXACT is tried on them.
+Each program and lever is judged as the tuner does it. The plain program runs with seeds 0, 1 and 2, and with
+seed 0 once more. In the running plain program, the step replica checks every lever that can be switched and
+claims less than EXACT: once after the warm-up, and once more after a stretch of training. If a replica
+rejects a lever, the lever is rejected, as in a search. The others run in fresh processes with the same three
+seeds, and `judge` compares the records. If an EXACT claim fails with the first seed, the other seeds do not
+run: one differing bit is enough. The programs of bench/programs are for half precision: levers that claim
+EXACT do not run on them.
 
-    python bench/guard.py                       all of it: about an hour on two quiet cores
+    python bench/guard.py                       everything: about an hour on two idle cores
     python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing
-    python bench/guard.py --records DIR         keep the records there; what is there already is judged again, not run again
-    python bench/guard.py --to-the-end          also train the programs of bench/programs to their end, plain and in half precision
+    python bench/guard.py --records DIR         keep the records there; judge existing ones again without
+                                                running them
+    python bench/guard.py --to-the-end          also train the programs of bench/programs to their end, plain
+                                                and in half precision
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from flatout.trial.parent import ProgramGone, Trial, measure
 
 SEEDS = (0, 1, 2)
 PATIENCE_S = 600.0
-# Arguments that keep the program going, the ticks measured after its warm-up (about two seconds of training), and those before the late replica.
+# Arguments that keep the program running, the steps measured after its warm-up (about two seconds of training),
+# and the steps before the late replica.
 PROGRAMS = {
     "mlp": (("--epochs", "1000"), 200, 800),
     "linear": (("--steps", "100000"), 400, 800),
@@ -62,14 +67,14 @@ PROGRAMS = {
 OF_EXAMPLES = ("mlp", "linear", "gpt", "lstm", "cnn")
 OF_HALF_PRECISION = ("adadelta_cnn", "residual", "smoothed_task", "vae", "gan")
 DEFAULT = (*OF_EXAMPLES, *OF_HALF_PRECISION)
-COMPILERS = {"compile"}  # minutes of compiling, and no more rounding than elsewhere
+COMPILERS = {"compile"}  # minutes of compiling, and no additional rounding here
 P_VALUES = ("distribution", "shift", "draws")
 BROKEN = {lever.name for lever in BAD}
 
 
 @dataclass
 class Bed:
-    """One program, with the folder that holds its records."""
+    """A program, with the folder that holds its records."""
 
     name: str
     folder: Path
@@ -90,7 +95,10 @@ class Bed:
         return Trial(self.command, TrialFolder(folder), plan, self.facts, seed, reseed=True, table="guard_levers:TABLE", shake=shake)
 
     def record(self, title: str, plan: Plan, seed: int, shake: float = 0.0, draws: bool = False) -> TrialRecord:
-        """The record of a run, taken from the folder where it lies there already. Of a shaken one the first losses are enough. ``draws``: as for `measure`."""
+        """Returns the record of a run, from the folder if it exists there.
+
+        A perturbed run needs only the first losses. ``draws``: as for `measure`.
+        """
         known = read_json(self.folder / f"{title}.json")
         if known is None:
             with self.trial(title, plan, seed, shake) as trial:
@@ -112,7 +120,7 @@ class Bed:
         return [self.record(f"shaken-{share.hex()}-{seed}", Plan(), seed, share) for seed in SEEDS[:2]]
 
     def observe(self, levers: list[Lever]) -> dict[str, Any]:
-        """What each lever says of this program, and the answers of the replicas for those that they can be asked about."""
+        """Returns the applicability of each lever to this program, and the verdicts of its replicas."""
         path = self.folder / "observed.json"
         seen: dict[str, Any] = read_json(path) or {"options": {}, "replicas": {}, "late": {}}
         todo = [lever for lever in levers if lever.name not in seen["options"]]
@@ -138,7 +146,7 @@ class Bed:
         try:
             told: dict[str, Any] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + PATIENCE_S)["replica"]
         except ProgramGone as gone:
-            raise SystemExit(f"guard: {self.name} did not survive the replica of {lever.name}: {gone.record.reason[-400:]}") from None
+            raise SystemExit(f"guard: {self.name} failed during the replica of {lever.name}: {gone.record.reason[-400:]}") from None
         return told
 
 
@@ -151,7 +159,7 @@ def failed(replica: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | str:
-    """The guard's word on one lever, or the reason why the lever does not apply."""
+    """Returns the guard's verdict on a lever, or the reason why the lever does not apply."""
     answer = seen["options"][lever.name]
     if "skip" in answer:
         return str(answer["skip"])
@@ -179,7 +187,7 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
 
 
 def alone(bed: Bed, lever: Lever, effect: Effect) -> bool | None:
-    """Whether `start_agrees` lets the lever pass, from the run with the first seed; None where it was not run or nothing can be told."""
+    """Returns whether `start_agrees` accepts the lever, from the run with the first seed; None if unknown."""
     known = read_json(bed.folder / f"{lever.name}-{SEEDS[0]}.json")
     if known is None or effect in (Effect.EXACT, Effect.RESAMPLED):
         return None
@@ -208,7 +216,7 @@ def rows_of(beds: list[Bed], levers: list[Lever]) -> list[dict[str, Any]]:
 
 
 def nearest(found: GuardRecord) -> dict[str, Any]:
-    """The check that decided: the first that failed, else the one that came nearest to its limit."""
+    """Returns the deciding check: the first that failed, otherwise the one closest to its limit."""
     failed = [c for c in found.checks if not c.passed]
     measured = [c for c in found.checks if c.value is not None and c.limit]
     one = failed[0] if failed else max(measured, key=share, default=None)
@@ -216,7 +224,7 @@ def nearest(found: GuardRecord) -> dict[str, Any]:
 
 
 def share(check: Any) -> float:
-    """How much of its limit a check has used up; a p-value must stay above its limit."""
+    """Returns the used share of a check's limit; a p-value must stay above its limit."""
     return float(check.limit / max(check.value, 1e-300) if check.name in P_VALUES else check.value / check.limit)
 
 
@@ -238,15 +246,15 @@ def page(rows: list[dict[str, Any]], end: list[dict[str, Any]]) -> str:
     found = counts(rows)
     parts = ["# The guard's test bed\n",
              f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
-             f"Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
+             f"Sound levers rejected: **{found['false_rejects']} of {found['sound']}**.",
              f"One case is a lever in a program; {len(SEEDS)} seeds each.\n",
-             f"The first losses of one seed alone (`start_agrees`) blame {found['broken_blamed']} of {found['broken_alone']} broken levers that the",
+             f"The first losses of one seed (`start_agrees`) reject {found['broken_blamed']} of the {found['broken_alone']} broken levers that the",
              f"replica accepts, and {found['sound_blamed']} of {found['sound_alone']} sound ones.\n",
-             "*late* is the replica after a stretch of training, *later* the step that a replica does once more after its updates. A replica does not do",
-             "again what the script does outside of its root modules: what breaks late in a loss there is seen by the losses alone.\n",
-             "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution,",
-             "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. A deviation rarer than",
-             "the steps that were run is beyond any such test.\n"]
+             "*late* is the replica after a stretch of training; *later* is the step that a replica repeats after its updates. A replica does not",
+             "repeat the script's work outside its root modules: only the losses show a late error in a loss computed there.\n",
+             "*check* is the deciding comparison: the first that failed, otherwise the one closest to its limit. A p-value (distribution,",
+             "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. No such test",
+             "finds a deviation that is rarer than the number of steps.\n"]
     for title, broken in (("Broken levers (to be rejected)", True), ("Sound levers (to be accepted)", False)):
         table = [(row["lever"], row["program"], row["claim"], f"{row['outcome']}{mark(row)}", row["check"], number(row["value"]), number(row["limit"]))
                  for row in sorted(rows, key=lambda r: r["lever"]) if row["broken"] is broken and row["outcome"] != "not applicable"]
@@ -266,10 +274,10 @@ def say(line: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", default=",".join(DEFAULT), help=f"some of {', '.join(PROGRAMS)}")
-    parser.add_argument("--levers", default="", help="names of the bed's levers; all of them where none is given")
-    parser.add_argument("--records", type=Path, help="folder for the records of all runs; a temporary one where none is given")
+    parser.add_argument("--levers", default="", help="only these levers of the test bed (default: all)")
+    parser.add_argument("--records", type=Path, help="folder for the records of all runs (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
-    parser.add_argument("--to-the-end", action="store_true", help="train the programs of bench/programs to their end too")
+    parser.add_argument("--to-the-end", action="store_true", help="also train the programs of bench/programs to their end")
     args = parser.parse_args()
     programs, names = args.programs.split(","), set(filter(None, args.levers.split(",")))
     unknown = [*(p for p in programs if p not in PROGRAMS), *(names - {lever.name for lever in TABLE})]
@@ -285,7 +293,7 @@ def main() -> int:
     text, data = write_result("guard", made, page(rows, end), {"rows": rows, "counts": found, "end": end, "seeds": SEEDS},
                               **({"folder": args.out} if args.out else {}))
     print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}")
-    print(f"sound levers refused: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")
+    print(f"sound levers rejected: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")
     return 1 if found["false_accepts"] else 0
 
 

@@ -1,4 +1,4 @@
-"""Broken data paths for the guard's test bed: other constants, transforms that are left out or are no longer random."""
+"""Broken data paths for the guard's test bed: wrong constants, missing or constant transforms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def other_constants(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def no_augmentation(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Every random transform is left out (a crop with padding becomes none at all)."""
+    """Removes every random transform (a crop with padding becomes no crop)."""
     return around_transforms(scene, ledger, lambda held: [t for t in held if not type(t).__name__.startswith(("Random", "ColorJitter"))])
 
 
@@ -38,7 +38,7 @@ def no_flip(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def same_crop(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The crop is always the corner one: a generator that is never advanced."""
+    """Always crops the corner, like a generator that never advances."""
     def change(held: list[Any]) -> list[Any]:
         for one in held:
             if type(one).__name__ == "RandomCrop":
@@ -48,7 +48,7 @@ def same_crop(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def kept_too_late(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Samples are kept after chance has had its say: the augmentations of the first epoch come again in every later one."""
+    """Caches samples after their random transforms: later epochs repeat the augmentations of the first."""
     class Kept:
         def __init__(self, dataset: Any) -> None:
             self.dataset, self.samples = dataset, {}

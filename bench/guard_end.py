@@ -1,7 +1,8 @@
-"""Programs of the guard's test bed trained to their end, plain and in half precision: is the last metric that of the plain program?
+"""Trains programs of the guard's test bed to their end and compares the last metric: plain, half precision.
 
-A program prints it as its last line, "final NUMBER". With n seeds on either side the difference of the means is laid beside their standard
-error: Student's t for both sides together, at 95 %. Accuracies may coincide, so a difference of RESOLUTION is none.
+A program prints the metric as its last line, "final NUMBER". With n seeds on each side, the difference of the
+means is compared with their standard error: Student's t for both sides together, at 95 %. Accuracies may
+coincide, so a difference up to RESOLUTION counts as none.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from flatout.plan.plan import Choice, Plan
 from flatout.trial.parent import measure
 
 HALF = (Choice("autocast", "bfloat16"), Choice("reduced_precision", True))
-ENDLESS = 10**9  # ticks; the program ends by itself
+ENDLESS = 10**9  # steps; the program ends by itself
 PATIENCE_S = 1800.0
 T_95 = {4: 2.776, 8: 2.306}  # by degrees of freedom
 RESOLUTION = 0.002
 
 
 def rows_of_the_end(beds: Sequence[Any], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each program and lever, with the final metric of every seed."""
+    """Returns one row for each program and lever, with the final metric of every seed."""
     rows = []
     for bed in beds:
         plain = [metric(bed, f"end-plain-{seed}", Plan(), seed) for seed in seeds]
@@ -41,7 +42,7 @@ def rows_of_the_end(beds: Sequence[Any], seeds: Sequence[int]) -> list[dict[str,
 
 
 def metric(bed: Any, title: str, plan: Plan, seed: int) -> float:
-    """The program's last word under the plan, taken from the folder where it lies there already."""
+    """Returns the program's final metric under the plan, from the folder if it exists there."""
     known = read_json(bed.folder / f"{title}.json")
     if known is None:
         ending = replace(bed)
@@ -73,8 +74,8 @@ def end_section(rows: Sequence[dict[str, Any]]) -> list[str]:
     table = [(row["program"], row["lever"], numbers(row["plain"]), numbers(row["half"]), f"{row['difference']:+.2g}", f"{row['limit']:.2g}",
               "yes" if row["same"] else "**no**") for row in rows]
     header = ("program", "lever", "plain", "half precision", "difference", "95 %", "same")
-    return ["\n## Trained to the end\n", "The last metric of each seed (accuracy; a distance for gan and a loss for vae), and the difference of the means\n"
-            "beside what 95 % of differences between equal programs stay within.\n", markdown_table(header, table)]
+    return ["\n## Trained to the end\n", "The last metric of each seed (accuracy; a distance for gan and a loss for vae), and the difference of the means,\n"
+            "compared with the range of 95 % of differences between equal programs.\n", markdown_table(header, table)]
 
 
 def numbers(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Half precision that is broken, for the guard's test bed: the loss, a softmax, sums, statistics or small gradients are kept in too few bits."""
+"""Broken half precision for the guard's test bed: too few bits for losses, sums, statistics or gradients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy")
 SOFTMAX_RANGE = 11.0  # exp() of more is beyond float16
 LATE_STEP = 12
 SUM_PARTS = 256
-EXPONENT_BITS = 2.0**-8  # of a tensor's largest value: what eight bits under a common exponent leave
+EXPONENT_BITS = 2.0**-8  # relative to a tensor's largest value: eight bits under a common exponent
 
 
 def half_loss(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The loss is computed from bfloat16 and comes out in it."""
+    """Computes the loss from bfloat16 and returns it in bfloat16."""
     functional = scene.torch.nn.functional
     for name in LOSSES:
         really = getattr(functional, name)
@@ -43,7 +43,7 @@ def half_loss(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def raw_autocast(scene: Any, value: Any, ledger: Any) -> Undo:
-    """torch.autocast on the CPU as it is: log_softmax and sums stay in bfloat16, and a loss that the module computes with them."""
+    """Uses torch.autocast on the CPU: log_softmax, sums and the module's own loss stay in bfloat16."""
     torch = scene.torch
 
     def wrapper(forward: Any) -> Any:
@@ -60,7 +60,7 @@ def raw_autocast(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def inside_roots(scene: Any, ledger: Any, replaced: dict[str, Callable[..., Any]]) -> Undo:
-    """Functions of torch.nn.functional that are others while a root module's forward runs."""
+    """Replaces functions of torch.nn.functional while a root module's forward runs."""
     functional = scene.torch.nn.functional
 
     def wrapper(forward: Any) -> Any:
@@ -81,7 +81,7 @@ def inside_roots(scene: Any, ledger: Any, replaced: dict[str, Callable[..., Any]
 
 
 def half_softmax_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
-    """log_softmax is right in float32, and its gradient is p - 1 in bfloat16: zero for a sample that the network is sure of."""
+    """Computes log_softmax in float32, but its gradient p - 1 in bfloat16: zero for a confident sample."""
     torch, functional = scene.torch, scene.torch.nn.functional
 
     class Short(torch.autograd.Function):  # type: ignore[name-defined,misc]
@@ -105,7 +105,7 @@ def half_softmax_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def saturating_softmax(scene: Any, value: Any, ledger: Any) -> Undo:
-    """exp() without a shift by the largest logit, and what is beyond float16 is clamped: all large logits are the same."""
+    """Computes exp() without a shift by the largest logit, clamped to float16: large logits become equal."""
     torch, functional = scene.torch, scene.torch.nn.functional
 
     def log_softmax(x: Any, dim: int = -1, **_: Any) -> Any:
@@ -123,12 +123,12 @@ def small_flushed(torch: Any, g: Any) -> Any:
 
 
 def small_gradients_flushed(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Gradients under one exponent a tensor: elements that are 256 times smaller than the largest are zero."""
+    """Keeps gradients under one exponent a tensor: elements 256 times below the largest become zero."""
     return hook_gradients(scene, ledger, lambda g: small_flushed(scene.torch, g))
 
 
 def flushed_late(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The same from the twelfth update on, as a scale that was fit for the first gradients would do it."""
+    """Does the same from the twelfth update on, like a scale that fits only the first gradients."""
     updates = [0]
 
     def make(optimizer: Any, step: Callable) -> Callable:
@@ -141,12 +141,12 @@ def flushed_late(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def float16_unscaled(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Gradients in float16 without a loss scale: numbers below 6e-5 lose bits, numbers below 6e-8 are zero."""
+    """Keeps gradients in float16 without a loss scale: below 6e-5 they lose bits, below 6e-8 all of them."""
     return hook_gradients(scene, ledger, lambda g: g.half().to(g.dtype))
 
 
 def float8_gradients(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Gradients in 8-bit floats (E4M3), each tensor under a scale of its own."""
+    """Keeps gradients in 8-bit floats (E4M3), with a separate scale for each tensor."""
     def rounded(g: Any) -> Any:
         scale = g.abs().max().clamp_min(1e-30) / 448
         return (g / scale).to(scene.torch.float8_e4m3fn).to(g.dtype) * scale
@@ -154,10 +154,10 @@ def float8_gradients(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def half_running_statistics(scene: Any, value: Any, ledger: Any) -> Undo:
-    """BatchNorm's running statistics are kept in bfloat16: small moves are lost."""
+    """Keeps BatchNorm's running statistics in bfloat16: small changes are lost."""
     def rounded(module: Any, args: tuple, output: Any) -> None:
         if module.training:
-            for held in (module.running_mean.data, module.running_var.data):  # the backward pass checks the version of the buffers themselves
+            for held in (module.running_mean.data, module.running_var.data):  # .data: the backward pass checks the version of the buffers
                 held.copy_(held.bfloat16())
 
     for module in modules(scene, "BatchNorm"):
@@ -166,7 +166,7 @@ def half_running_statistics(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def half_running_sums(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The gradient of a linear layer's weight is summed over the batch in bfloat16, one part after another."""
+    """Sums the gradient of a linear layer's weight over the batch in bfloat16, one part after another."""
     torch = scene.torch
 
     class Summed(torch.autograd.Function):  # type: ignore[name-defined,misc]
@@ -190,7 +190,7 @@ def half_running_sums(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def half_moments(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The optimizer's averages are kept in bfloat16: what moves slowly stands still."""
+    """Keeps the optimizer's averages in bfloat16: slow changes are lost."""
     def make(optimizer: Any, step: Callable) -> Callable:
         def rounded(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
@@ -204,7 +204,7 @@ def half_moments(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, Any], Undo]:
-    """Sound half precision beside something broken: its rounding excuses nothing."""
+    """Combines sound half precision with a fault: its rounding does not excuse the fault."""
     def apply(scene: Any, value: Any, ledger: Any) -> Undo:
         other(scene, value, ledger)
         assert AUTOCAST.apply is not None
@@ -212,7 +212,8 @@ def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, A
     return apply
 
 
-# Some of these do no harm in some programs: logits stay small under label smoothing, sums of losses have large gradients.
+# Some of these are harmless in some programs: with label smoothing, logits stay small; sums of losses have large
+# gradients.
 HALF_BAD: tuple[Lever, ...] = (
     lever_of("half_loss", PRECISION, half_loss, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss")),
     lever_of("raw_autocast", PRECISION, raw_autocast, in_root("log_share")),
@@ -220,7 +221,7 @@ HALF_BAD: tuple[Lever, ...] = (
     lever_of("saturating_softmax", PRECISION, saturating_softmax, in_root("return F.log_softmax", "F.cross_entropy")),
     lever_of("small_gradients_flushed", PRECISION, small_gradients_flushed, with_weights(100)),
     lever_of("flushed_late", PRECISION, flushed_late, both(with_weights(100), with_optimizer)),
-    lever_of("float16_unscaled", PRECISION, float16_unscaled, in_root("log_share", "F.cross_entropy")),  # elsewhere gradients are large enough
+    lever_of("float16_unscaled", PRECISION, float16_unscaled, in_root("log_share", "F.cross_entropy")),  # in other programs gradients are large enough
     lever_of("float8_gradients", PRECISION, float8_gradients, with_weights(100)),
     lever_of("half_running_statistics", PRECISION, half_running_statistics, with_layer("BatchNorm2d")),
     lever_of("half_running_sums", PRECISION, half_running_sums, both(with_layer("Linear"), with_weights(100))),

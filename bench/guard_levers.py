@@ -1,8 +1,9 @@
-"""The levers of the guard's test bed: good ones that must be accepted, and broken ones that must be rejected.
+"""The levers of the guard's test bed: sound ones (to be accepted) and broken ones (to be rejected).
 
-Imported inside the measured programs (a trial's ``table`` is "guard_levers:TABLE"). Each entry is an ordinary Lever: it says
-where it applies, what it claims to change (its Effect), and how to apply it. A broken one claims what a faulty optimisation
-of that kind would claim. The guard sees records and checks only, never a name.
+The measured programs import this module (a trial's ``table`` is "guard_levers:TABLE"). Each entry is an
+ordinary Lever: it states where it applies, what it claims to change (its Effect), and how to apply it. A
+broken lever claims the same as a faulty optimisation of that kind. The guard sees only records and checks,
+never a name.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from flatout.plan.words import Moment
 OF_SHELF = {lever.name: lever for lever in SHELF}
 
 
-# -- good -----------------------------------------------------------------------------------------------------------------
+# -- good ----------------------------------------------------------------------------------------------------
 
 
 def bf16_like_noise(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Every gradient element off by up to 2^-9 of itself, as bfloat16 rounding would leave it; from a generator of its own."""
+    """Changes every gradient element by up to 2^-9 of itself, like bfloat16; uses its own generator."""
     draw = scene.torch.Generator(device=scene.device_type).manual_seed(1)
     torch = scene.torch
     return hook_gradients(scene, ledger, lambda g: g * (1 + (torch.rand(g.shape, generator=draw, device=g.device) * 2 - 1) * 2.0**-9))
 
 
 def ten_bit_products(scene: Any, value: Any, ledger: Any) -> Undo:
-    """What TF32 does to the inputs of linear and convolution layers: ten bits of mantissa."""
+    """Rounds the inputs of linear and convolution layers to ten bits of mantissa, like TF32."""
     torch = scene.torch
 
     def rounded(module: Any, args: tuple) -> tuple:
@@ -76,7 +77,7 @@ def zero_grad_none(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-# -- bad: gradients and forward -------------------------------------------------------------------------------------------
+# -- bad: gradients and forward ------------------------------------------------------------------------------
 
 
 def dropout_off(scene: Any, value: Any, ledger: Any) -> Undo:
@@ -88,14 +89,14 @@ def dropout_off(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def stale_batchnorm(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Running statistics are no longer updated; training itself does not use them."""
+    """Stops the update of running statistics; training itself does not use them."""
     for module in modules(scene, "BatchNorm"):
         ledger.set(module, "momentum", 0.0)
     return ledger.restore
 
 
 def stale_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Each step uses the gradient of the step before, as a careless overlap would."""
+    """Uses the gradient of the previous step in each step, like a faulty overlap."""
     def make(optimizer: Any, step: Callable) -> Callable:
         held: dict[Any, Any] = {}
 
@@ -107,7 +108,7 @@ def stale_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
     return around_step(scene, ledger, make)
 
 
-# -- bad: loss and loop ---------------------------------------------------------------------------------------------------
+# -- bad: loss and loop --------------------------------------------------------------------------------------
 
 
 def label_smoothing(scene: Any, value: Any, ledger: Any) -> Undo:
@@ -118,7 +119,7 @@ def label_smoothing(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def off_by_one_mean(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The mean over n samples divides by n - 1."""
+    """Divides the mean over n samples by n - 1."""
     functional = scene.torch.nn.functional
     for name in ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy"):
         really = getattr(functional, name)
@@ -130,7 +131,7 @@ def off_by_one_mean(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def zero_grad_lost(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Every other step starts from the gradients of the one before."""
+    """Starts every other step from the gradients of the previous step."""
     for owner in [*scene.optimizers, *scene.roots]:
         calls = [0]
 
@@ -147,7 +148,7 @@ def clip_lost(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-# -- bad: optimizer -------------------------------------------------------------------------------------------------------
+# -- bad: optimizer ------------------------------------------------------------------------------------------
 
 
 def skipped_step(every: int) -> Callable[[Any, Any, Any], Undo]:
@@ -172,7 +173,7 @@ def skipped_step(every: int) -> Callable[[Any, Any, Any], Undo]:
 
 
 def state_lost(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Momentum and second moments start anew every fifth step."""
+    """Resets momentum and second moments every fifth step."""
     def make(optimizer: Any, step: Callable) -> Callable:
         calls = [0]
 
@@ -193,7 +194,7 @@ def weight_decay_lost(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Undo]:
-    """The weights themselves are kept in few bits: small updates are lost."""
+    """Keeps the weights in few bits: small updates are lost."""
     def apply(scene: Any, value: Any, ledger: Any) -> Undo:
         def make(optimizer: Any, step: Callable) -> Callable:
             def rounded(*args: Any, **kwargs: Any) -> Any:
@@ -208,16 +209,16 @@ def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Un
 
 
 def eight_bits(x: Any) -> Any:
-    """127 levels and a sign for a whole tensor."""
+    """Quantises a whole tensor to 127 levels and a sign."""
     step = x.abs().max().clamp_min(1e-30) / 127
     return (x / step).round() * step
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# -- the table -----------------------------------------------------------------------------------------------
 
 
 def _bad(of: str, when: When = anywhere) -> Lever:
-    """The broken variant that a lever of the shelf brings along, under that lever's claim."""
+    """Returns the broken variant that a lever of the shelf provides, under that lever's claim."""
     lever = OF_SHELF[of]
     effect = RESAMPLED if of == "loader" else lever.effect
     moment = lever.moment if lever.moment is Moment.LOADER else Moment.STEP
@@ -225,7 +226,7 @@ def _bad(of: str, when: When = anywhere) -> Lever:
 
 
 def _where(of: str, when: When, name: str = "") -> Lever:
-    """A lever of the shelf, where it applies by itself and this does not speak against it."""
+    """Returns a lever of the shelf, where it applies by itself and ``unless`` gives no reason against it."""
     def applies(facts: Any, scene: Any) -> Options | Skip:
         reason = when(scene)
         return Skip(reason) if reason else OF_SHELF[of].applies(facts, scene)
@@ -234,7 +235,7 @@ def _where(of: str, when: When, name: str = "") -> Lever:
 
 
 def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
-    """A lever of the shelf, tried although it would bring no speed here."""
+    """Returns a lever of the shelf, applied although it gives no speed-up here."""
     def applies(facts: Any, scene: Any) -> Options | Skip:
         reason = when(scene)
         return Skip(reason) if reason else Options((value,))
@@ -243,7 +244,7 @@ def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
 
 
 def _runs_in_bf16(scene: Any) -> str:
-    return "oneDNN has no bfloat16 LSTM on many processors" if scene.has_layer("LSTM") and scene.device_type == "cpu" else ""
+    return "oneDNN has no bfloat16 LSTM on many CPUs" if scene.has_layer("LSTM") and scene.device_type == "cpu" else ""
 
 
 dropout_of_images = in_root("self.dropout1(x)")
@@ -267,7 +268,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["loader"],
     OF_SHELF["cached_prefix"],
     OF_SHELF["batched_transforms"],
-    _where("channels_last", lambda scene: "" if dropout_of_images(scene) else "dropout of images draws another mask"),
+    _where("channels_last", lambda scene: "" if dropout_of_images(scene) else "dropout of images uses a different mask"),
     _good("autocast", "bfloat16", _runs_in_bf16),
     _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
@@ -284,10 +285,10 @@ GOOD: tuple[Lever, ...] = (
 )
 
 BAD: tuple[Lever, ...] = (
-    _bad("gc_pause"),  # one random number taken
+    _bad("gc_pause"),  # consumes one random number
     _bad("debug_off"),  # one unit in the last place
     _bad("cudnn_benchmark", with_layer("Conv2d")),  # convolutions with two bits after the point
-    _bad("threads"),  # a race on the first parameter
+    _bad("threads"),  # a data race on the first parameter
     _bad("tf32"),  # weights of four bits and a sign
     _bad("reduced_precision", lambda scene: "the inputs are integers" if scene.has_layer("Embedding") else ""),  # inputs of three bits
     _bad("autocast"),  # gradients scaled, never unscaled
@@ -295,15 +296,15 @@ BAD: tuple[Lever, ...] = (
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
     _bad("attention", with_attention),  # the kernel's own scale on top of the script's
     _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
-    _bad("recompute"),  # what is saved is kept in half of its bits
-    _bad("offload"),  # what is saved is read before the last quarter has come back
-    _bad("inplace", with_out_of_place),  # the gradient passes where the activation had cut it off
-    _bad("fused_optimizer", with_optimizer),  # learning rate doubled
-    _bad("early_values"),  # what is read is the value of the step before
-    _bad("loader", with_images),  # images brighter
-    _bad("cached_prefix", with_images),  # the neighbour's samples
-    _bad("batched_transforms", with_images),  # images brighter
-    # Over the ten gradients of the linear model eight bits are as fine as bfloat16.
+    _bad("recompute"),  # saved tensors keep half of their bits
+    _bad("offload"),  # saved tensors are read before their last quarter is back
+    _bad("inplace", with_out_of_place),  # the gradient passes where the activation is zero
+    _bad("fused_optimizer", with_optimizer),  # doubled learning rate
+    _bad("early_values"),  # reads the value of the previous step
+    _bad("loader", with_images),  # brighter images
+    _bad("cached_prefix", with_images),  # the adjacent samples
+    _bad("batched_transforms", with_images),  # brighter images
+    # For the ten gradients of the linear model, eight bits are as precise as bfloat16.
     lever_of("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
     lever_of("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
     lever_of("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
@@ -325,7 +326,7 @@ BAD: tuple[Lever, ...] = (
     lever_of("always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER),
     lever_of("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
     *HALF_BAD,
-    _where("channels_last", dropout_of_images, "channels_last_with_dropout"),  # another mask under a claim of ROUNDING
+    _where("channels_last", dropout_of_images, "channels_last_with_dropout"),  # a different mask under a claim of ROUNDING
     lever_of("half_label_smoothing", PRECISION, in_autocast(label_smoothing), both(in_script("cross_entropy", "CrossEntropyLoss"), _runs_in_bf16, classes)),
     lever_of("half_off_by_one_mean", PRECISION, in_autocast(off_by_one_mean), both(with_mean_loss, _runs_in_bf16)),
     lever_of("half_zero_grad_lost", PRECISION, in_autocast(zero_grad_lost), _runs_in_bf16),

@@ -1,4 +1,4 @@
-"""Tools of the guard's test bed: where a lever applies, and what its levers are made of."""
+"""Tools of the guard's test bed: conditions for applying a lever, and building blocks of its levers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXACT, ROUNDING, PRECISION, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.PR
 When = Callable[[Any], str]  # the reason why a lever does not apply to a Scene, or nothing
 
 
-# -- where a lever applies ------------------------------------------------------------------------------------------------
+# -- where a lever applies -----------------------------------------------------------------------------------
 
 
 def anywhere(scene: Any) -> str:
@@ -28,7 +28,7 @@ def with_optimizer(scene: Any) -> str:
 
 
 def with_group(*keys: str) -> When:
-    """Some optimizer has one of these settings switched on."""
+    """Applies if some optimizer has one of these settings enabled."""
     return lambda scene: "" if any(g.get(k) for o in scene.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
 
 
@@ -37,9 +37,9 @@ def with_layer(*names: str) -> When:
 
 
 def with_out_of_place(scene: Any) -> str:
-    """A ReLU that could be in place, and is not."""
+    """Applies if some ReLU could be in place and is not."""
     found = any(type(m) is scene.torch.nn.ReLU and not m.inplace for root in scene.roots for m in root.modules())
-    return "" if found else "no layer ReLU, or each in place already"
+    return "" if found else "no ReLU layer, or all are in place already"
 
 
 def with_weights(count: int) -> When:
@@ -47,12 +47,12 @@ def with_weights(count: int) -> When:
 
 
 def without_tokens(scene: Any) -> str:
-    """A loss that is the mean over hundreds of tokens does not feel one more or less: 0.1 to 0.3 per cent."""
+    """Skips losses that are a mean over hundreds of tokens: one token changes them by 0.1 to 0.3 per cent."""
     return "the loss is a mean over hundreds of tokens" if scene.has_layer("Embedding") else ""
 
 
 def with_transform(*names: str) -> When:
-    """The first data set that was loaded has a list of transforms with one of these. Before there is a loader it cannot be told."""
+    """Applies if the first loaded data set has one of these transforms; unknown before there is a loader."""
     def when(scene: Any) -> str:
         seen = scene._loaders._dataset
         held = getattr(getattr(seen() if seen else None, "transform", None), "transforms", ())
@@ -65,7 +65,7 @@ def both(*conditions: When) -> When:
 
 
 def in_script(*words: str) -> When:
-    """The program's own file has one of these words."""
+    """Applies if the program's own file contains one of these words."""
     def when(scene: Any) -> str:
         text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(encoding="utf-8")
         return "" if any(re.search(rf"\b{word}\b", text) for word in words) else f"the program has no {words[0]}"
@@ -73,7 +73,7 @@ def in_script(*words: str) -> When:
 
 
 def in_root(*words: str) -> When:
-    """The class of some root module has one of these words."""
+    """Applies if the class of some root module contains one of these words."""
     def when(scene: Any) -> str:
         texts = [inspect.getsource(type(root)) for root in scene.roots]
         return "" if any(word in text for text in texts for word in words) else f"no root module with {words[0]}"
@@ -84,7 +84,7 @@ def with_images(scene: Any) -> str:
     return with_layer("Conv2d")(scene) if scene.steps else ""
 
 
-# -- tools ----------------------------------------------------------------------------------------------------------------
+# -- tools ---------------------------------------------------------------------------------------------------
 
 
 def hook_gradients(scene: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
@@ -100,7 +100,7 @@ def around_step(scene: Any, ledger: Any, make: Callable[[Any, Callable], Callabl
 
 
 def around_transforms(scene: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
-    """Change the list of transforms of every data set that a loader is made for."""
+    """Changes the list of transforms of every data set that a loader uses."""
     def rule(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         transform = getattr(dataset, "transform", None)
         if hasattr(transform, "transforms"):

@@ -1,9 +1,10 @@
-"""Every kernel's bench cases: the reference, torch.compile of the reference, each implementation, and the roofline measured here.
+"""Benchmarks every kernel: its reference, torch.compile, each implementation, and the roofline.
 
-Contestants take turns in one process; ratios are against the reference, with 95 % intervals (bootstrap over turns). What cannot run
-here is a row that says so. On a GPU, `bench/gpu/kernels.py` adds Liger-Kernel's where it is installed, and the goals.
+One process runs all candidates, interleaved. Ratios are relative to the reference, with 95 % intervals
+(bootstrap over rounds). If a case cannot run here, its row says so. On a GPU, `bench/gpu/kernels.py` adds
+Liger-Kernel's kernels where it is installed, and the goals.
 
-    python bench/kernels.py                         all of ours
+    python bench/kernels.py                         all of flatout's kernels
     python bench/kernels.py --kernels layer_norm --rounds 4
 """
 
@@ -27,7 +28,7 @@ Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
 def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[Row]], list[str]] | None = None) -> int:
-    """Runs the benchmark and writes its page after each kernel, so that a run that is cut off leaves what it has."""
+    """Runs the benchmark; writes its page after each kernel, so that an interrupted run keeps its results."""
     made, roof, rows = stamp(), roofline(args.smoke), list[Row]()
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     text, end_s, late = "", seconds() + args.limit_s, list[str]()
@@ -39,10 +40,10 @@ def measure(theme: str, title: str, args: argparse.Namespace, others: Others | N
             print(f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}", file=sys.stderr, flush=True)
         late += [name] if seconds() >= end_s else []
         rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
-        parts = [f"# {title}\n", *(["**A smoke run of one turn: its figures mean nothing.**\n"] if args.smoke else []),
-                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One turn is about 20 ms;",
-                 f"{1 if args.smoke else args.rounds} turns. Baseline: the reference, plain torch.\n",
-                 *([f"**Not whole after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []), *(goals(rows) if goals else []),
+        parts = [f"# {title}\n", *(["**A smoke run of one round: its figures are meaningless.**\n"] if args.smoke else []),
+                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One round is about 20 ms;",
+                 f"{1 if args.smoke else args.rounds} rounds. Baseline: the reference, plain torch.\n",
+                 *([f"**Incomplete after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []), *(goals(rows) if goals else []),
                  markdown_table(("kernel", "case", "work", *COLUMNS),
                                 [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
         text, data = write_result(theme, made, "\n".join(parts), {"roofline": vars(roof), "rows": [row.to_json() for row in rows]}, folder=folder)
@@ -54,9 +55,9 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}, or your own")
     parser.add_argument("--case", default="", help="only cases whose title contains this")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of every contestant (default 12)")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="measure nothing more after so many seconds; what is missing is named")
-    parser.add_argument("--smoke", action="store_true", help="one turn, written to a temporary folder: shows that the benchmark works")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of every candidate (default 12)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="stop measuring after this many seconds; the page lists what is missing")
+    parser.add_argument("--smoke", action="store_true", help="run one round into a temporary folder, to test the benchmark")
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     return parser
 

@@ -1,12 +1,14 @@
-"""What becomes of the ranks of a launch (`flatout run --procs N`) when the launcher is killed, and when a rank fails.
+"""Tests the ranks of a launch (`flatout run --procs N`) when the launcher is killed, and when a rank fails.
 
-    kills      the launcher of 2 ranks with a loader worker each is killed outright (SIGKILL) at a random moment, half of them while the ranks start, half
-               while they train; three seconds later, processes that are left are counted
-    failures   one random rank of 2 to 4 fails at a random moment while the others wait for it in an exchange of gloo (or at the place where they meet):
-               by an exception, by `sys.exit(3)`, or killed outright. The others fail because of it. Is it named, with its own traceback and exit code,
-               and how long after its failure is everything gone?
+    kills      SIGKILL hits the launcher of 2 ranks, each with a loader worker, at a random moment: half of
+               the kills while the ranks start, half while they train. Three seconds later, the bench counts
+               the remaining processes
+    failures   one random rank of 2 to 4 fails at a random moment while the others wait for it in a gloo
+               exchange (or at the rendezvous): by an exception, by `sys.exit(3)`, or by SIGKILL. The others
+               fail because of it. Is the first failed rank identified, with its own traceback and exit code?
+               How long after its failure have all processes ended?
 
-Each process of a launch is marked in its environment, and looked for by that.
+The bench finds the processes of a launch by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 PROGRAM = HERE / "programs" / "launcher.py"
 ORPHANS_AFTER_S, GONE_GOAL_S = 3.0, 2.0
 PATIENCE_S = 120.0
-STARTING_S = 5.0  # how long starting takes here, roughly: torch is imported by both ranks
+STARTING_S = 5.0  # approximate start-up time: both ranks import torch
 KINDS = {"exception": 1, "exit": 3, "killed": 137}
 WEIGHTS = (70, 15, 15)
 MARK = "FLATOUT_BENCH_LAUNCH"
 
 
 def left(mark: str) -> list[str]:
-    """Command lines of the living processes of a launch."""
+    """Returns the command lines of the living processes of a launch."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -116,7 +118,7 @@ def page(kills: list[Any], failures: list[Any]) -> str:
     orphaned, right = [each for each in kills if each["orphans"]], [each for each in failures if each["right"]]
     text = f"# The launcher of several ranks\n\n{(__doc__ or '').strip()}\n"
     if kills:
-        text += f"\n## Killed outright\n\n{len(kills)} kills: **{len(orphaned)} with processes left** {ORPHANS_AFTER_S:.0f} s later " \
+        text += f"\n## Killed launchers\n\n{len(kills)} kills: **{len(orphaned)} with remaining processes** {ORPHANS_AFTER_S:.0f} s later " \
                 f"({sum(len(each['orphans']) for each in kills)} processes). Goal: none.\n\n"
         rows = []
         for phase in ("starting", "training"):
@@ -124,26 +126,26 @@ def page(kills: list[Any], failures: list[Any]) -> str:
             counts = Counter(each["processes"] for each in of)
             rows.append((phase, len(of), ", ".join(f"{count}: {counts[count]}" for count in sorted(counts)), sum(bool(each["orphans"]) for each in of),
                          sum(each["folders_left"] for each in of)))
-        text += markdown_table(("killed while", "kills", "processes at that moment: how often", "with orphans", "folders left"), rows) + "\n"
+        text += markdown_table(("killed while", "kills", "processes at that moment: kills", "with orphans", "remaining folders"), rows) + "\n"
     if failures:
         gone = sorted(each["gone_s"] for each in failures)
         late = sum(each > GONE_GOAL_S for each in gone)
-        text += f"\n## Failing ranks\n\n{len(failures)} failures: **{len(right)} named rightly**, with their own words and exit code. Goal: all. " \
-                f"Everything was gone {gone[len(gone) // 2]:.2f} s (median) after the failure, {gone[int(len(gone) * 0.95)]:.2f} s (95 %), " \
-                f"{gone[-1]:.2f} s (most); {late} later than {GONE_GOAL_S:.0f} s.\n\n"
+        text += f"\n## Failing ranks\n\n{len(failures)} failures: **{len(right)} identified correctly**, with their own output and exit code. Goal: all. " \
+                f"All processes had ended {gone[len(gone) // 2]:.2f} s (median) after the failure, {gone[int(len(gone) * 0.95)]:.2f} s (95 %), " \
+                f"{gone[-1]:.2f} s (maximum); {late} later than {GONE_GOAL_S:.0f} s.\n\n"
         rows = [(kind, procs, len(of), sum(each["right"] for each in of), sum(each["moment"] == "early" for each in of),
                  f"{sorted(each['gone_s'] for each in of)[len(of) // 2]:.2f}", f"{max(each['gone_s'] for each in of):.2f}")
                 for kind in KINDS for procs in (2, 3, 4) if (of := [each for each in failures if (each["kind"], each["procs"]) == (kind, procs)])]
-        text += markdown_table(("fails by", "ranks", "n", "named rightly", "before they met", "gone after s (median)", "most"), rows) + "\n"
+        text += markdown_table(("fails by", "ranks", "n", "identified correctly", "before the rendezvous", "ended after s (median)", "maximum"), rows) + "\n"
     return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("kills", "failures"), help="one of the two; the other's records of this month stay")
+    parser.add_argument("--only", choices=("kills", "failures"), help="run only one of the two; keep the other's records of this month")
     parser.add_argument("--n", type=int, default=100)
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run of this month has; else it is completed")
-    parser.add_argument("--at-once", type=int, default=3, help="launches beside each other")
+    parser.add_argument("--fresh", action="store_true", help="discard the records of this month instead of completing them")
+    parser.add_argument("--at-once", type=int, default=3, help="launches that run at once")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     made = stamp()
@@ -163,7 +165,7 @@ def main() -> None:
     print(text)
     for each in [*(each for each in raw["kills"] if each["orphans"]), *(each for each in raw["failures"] if not each["right"])]:
         print(each)
-    print(*[path.name for path in paths] or ["there was nothing left to do; --fresh does it again"])
+    print(*[path.name for path in paths] or ["everything is measured already; add --fresh to measure again"])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a loop costs that somebody else drives: `flatout.Loop` beside the raw loop and the loops of other libraries.
+"""Measures the overhead of training loop libraries: `flatout.Loop` and others, compared with the raw loop.
 
-One process holds every contestant, each with its own copy of one model, AdamW and the same ready batches, one thread; they take turns block by
-block, in another order each time. A figure is a contestant's step over the raw loop's: median over fresh processes with a 95 %
-interval (bootstrap over processes and rounds); "raw again" is a second raw loop, the A/A. Libraries that are not installed have no column; Composer (0.32.1)
-asks for torch below 2.7.1 and cannot be among them.
-Goal: at most 1.05 on a step of 0.3 ms.
+One process holds every candidate, each with its own copy of one model, AdamW and the same ready batches, on
+one thread. The candidates are interleaved block by block, in a different order each time. A figure is a
+candidate's step time over the raw loop's: the median over fresh processes with a 95 % interval (bootstrap
+over processes and rounds). "raw again" is a second raw loop, the A/A comparison. Libraries that are not
+installed have no column. Composer (0.32.1) requires torch below 2.7.1 and is not included. Goal: at most 1.05
+on a step of 0.3 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flatout.measure.statistics import Round, compare, median
 from flatout.plan.records import Ratio
 
 PROGRAM = HERE / "programs" / "loops.py"
-# about so many ms -> width, layers, batch, steps of a block
+# approximate ms -> width, layers, batch, steps of a block
 SIZES = {0.3: (32, 1, 16, 80), 1.0: (128, 3, 64, 40), 5.0: (256, 6, 256, 8), 20.0: (512, 6, 512, 3)}
 NEEDS = {"raw": "", "Loop": "", "raw, clipped and scheduled": "", "Loop, clipped and scheduled": "", "Fabric": "lightning", "Accelerate": "accelerate",
          "Lightning": "lightning", "Ignite": "ignite"}
@@ -35,7 +36,7 @@ GOAL, GOAL_SIZE = 1.05, 0.3
 
 
 def measured(size: float, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Name -> milliseconds a step of each round, of one process."""
+    """Returns the milliseconds a step of each round by candidate, from one process."""
     width, layers, batch, steps = SIZES[size]
     words = [sys.executable, str(PROGRAM), *map(str, (width, layers, batch, steps, rounds)), *names]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
@@ -62,21 +63,21 @@ def page(found: dict[float, list[dict[str, list[float]]]], missing: list[str]) -
     present = sorted({NEEDS[name] for name in names if NEEDS.get(name)})
     versions = f"Libraries: {', '.join(f'{each} {version(DISTRIBUTIONS.get(each, each))}' for each in present)}.\n" if present else ""
     absent = f"Not installed, not run: {', '.join(missing)}.\n" if missing else ""
-    return f"# What a loop costs\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\n{said}\n{versions}{absent}\n{markdown_table(header, rows)}\n"
+    return f"# The overhead of a training loop\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\n{said}\n{versions}{absent}\n{markdown_table(header, rows)}\n"
 
 
 def _judged(ratio: Ratio) -> str:
     if ratio.median > GOAL:
         return "**missed**"
-    return "reached" if ratio.high <= GOAL else "reached by the median, the interval reaches beyond it"
+    return "reached" if ratio.high <= GOAL else "reached by the median, but not by the whole interval"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds of a raw step, of these sizes")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sizes to measure, in milliseconds of a raw step")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", default="", help="these contestants beside raw, separated by semicolons")
+    parser.add_argument("--only", default="", help="only these candidates in addition to raw, separated by semicolons")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     asked = [name for name in NEEDS if not args.only or name in ("raw", *args.only.split(";"))]

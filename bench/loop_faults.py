@@ -1,14 +1,17 @@
-"""Out of memory at every kind of place of a training with `flatout.Loop`, and what becomes of it.
+"""Injects out-of-memory errors at all kinds of places of a training with `flatout.Loop`.
 
-An error is injected at one operator (torch's dispatcher counts them) of forward and backward, of the optimizer, of an evaluation between two steps, or
-of one rank of two; models, optimizers, precisions and seeds change. Each run is laid beside the same run undisturbed:
+An error is injected at one operator, counted by torch's dispatcher: in forward and backward, in the
+optimizer, in an evaluation between two steps, or on one rank of two. Models, optimizers, precisions and seeds
+vary. Each run is compared with the same run without an error:
 
-    done again     the step was done again: the weights of every step are the undisturbed ones, bit for bit where no micro-batches were needed, else
-                   to the rounding of the precision; no tensor of the failed attempt is left
-    refused        ended with a sentence, before a step that could not be trusted (an optimizer that had begun to move weights)
-    wrong          anything else: other weights, a tensor that is kept, a hang, another error
+    done again     the Loop repeated the step. The weights of every step equal those of the undisturbed run:
+                   bit for bit where no micro-batches were needed, otherwise up to the rounding of the
+                   precision. No tensor of the failed attempt remains
+    refused        it ended with an error message before an unsafe step (an optimizer that had started to
+                   update weights)
+    wrong          anything else: different weights, a leaked tensor, a hang, another error
 
-Then the address space of the process is limited (RLIMIT_AS), and the allocator really fails.
+Finally, the address space of the process is limited (RLIMIT_AS), and the allocator really fails.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from provenance import HERE, RESULTS, markdown_table, stamp, write_result
 PROGRAM = HERE / "programs" / "faults.py"
 GOAL = 300
 PATIENCE_S = 1500
-LIMITS_MIB = (40, 50, 60, 80)  # of address space beyond what the process has
+LIMITS_MIB = (40, 50, 60, 80)  # of address space in addition to the current use
 
 
 def run(words: list[str], folder: str) -> list[Any]:
-    """Runs the program, once or as a pair of ranks; its records. A hang is a record, too."""
+    """Runs the program, as one process or two ranks, and returns its records. A hang is a record, too."""
     ranks = 2 if words[0] == "ranks" else 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pair = [subprocess.Popen([sys.executable, str(PROGRAM), *words, str(rank), folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -64,7 +67,7 @@ def page(found: list[Any]) -> str:
                  for phase, case in cases for of in [[each for each in found if (each["phase"], each["case"]) == (phase, case)]]]
     wrong = [(each["phase"], each["case"], each["site"], each["why"]) for each in found if each["verdict"] == "wrong"]
     total = Counter(each["verdict"] for each in injected)
-    said = f"{len(injected)} injected sites: {total['done again']} done again, {total['refused']} refused in words, **{total['wrong']} wrong**. " \
+    said = f"{len(injected)} injected sites: {total['done again']} done again, {total['refused']} refused with an error message, **{total['wrong']} wrong**. " \
            f"Goal: at least {GOAL} sites, none wrong: {'reached' if len(injected) >= GOAL and not total['wrong'] else '**missed**'}."
     text = f"# Out of memory in a Loop\n\n{(__doc__ or '').strip()}\n\n{said}\n\n{markdown_table(('where', 'sites', *verdicts), rows)}\n"
     text += f"\n## Cases\n\n{markdown_table(('where', 'case', 'sites', *verdicts), each_case)}\n"
@@ -74,8 +77,8 @@ def page(found: list[Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=3, help="inject at every n-th operator")
-    parser.add_argument("--only", default="", help="gradients, optimizer, evaluation, ranks or real, separated by commas")
-    parser.add_argument("--at-once", type=int, default=3, help="programs that run beside each other; nothing is timed")
+    parser.add_argument("--only", default="", help="some of gradients, optimizer, evaluation, ranks, real, separated by commas")
+    parser.add_argument("--at-once", type=int, default=3, help="programs that run at once; the benchmark measures no times")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     asked = args.only.split(",") if args.only else ["gradients", "optimizer", "evaluation", "ranks", "real"]

@@ -1,10 +1,12 @@
-"""What saves memory, and what it costs: activations of the example GPT computed again in several ways, and accumulation in the Loop.
+"""Measures memory savings and their cost: recomputed activations in a GPT, accumulation in the Loop.
 
-Bytes, of one step: *saved* is what the forward pass leaves alive for the backward pass, *peak* the most above the start of the step until its end
-(on a CPU from torch's record of every allocation, on a GPU from its allocator). Times are of whole steps, in turns inside one process, the order turned round
-every second time: median over fresh processes with a 95 % interval (bootstrap over processes and rounds); "plain again" is the A/A. In the Loop, *kept* is
-the most that autograd holds at any moment of a step. Goals: at most half of the saved bytes for at most 10 % of time, a quarter at best, and at four
-micro-batches at most 0.30 of what the whole batch keeps.
+Bytes of one step: *saved* are the bytes that the forward pass keeps alive for the backward pass. *peak* is
+the maximum above the start of the step until its end (on a CPU from torch's record of every allocation, on a
+GPU from its allocator). Times are of whole steps, interleaved in one process; the order reverses every second
+time. Each figure is the median over fresh processes with a 95 % interval (bootstrap over processes and
+rounds); "plain again" is the A/A comparison. In the Loop, *kept* is the maximum that autograd holds during a
+step. Goals: at most half of the saved bytes for at most 10 % of additional time, a quarter at best, and with
+four micro-batches at most 0.30 of the bytes kept for the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HALF, SLOWER, QUARTER, ACCUMULATED = 0.5, 1.10, 0.25, 0.30
 
 
 def measured(size: dict[str, int], rounds: int) -> dict[str, Any]:
-    """What one process says. Raises SystemExit with its own words where it fails."""
+    """Returns the records of one process. Raises SystemExit with its output where it fails."""
     done = subprocess.run([sys.executable, str(PROGRAM), json.dumps({**size, "rounds": rounds, "steps": 1})], capture_output=True, text=True, timeout=900,
                           check=False)
     if done.returncode:
@@ -38,7 +40,7 @@ def measured(size: dict[str, int], rounds: int) -> dict[str, Any]:
 
 
 def time_of(processes: list[dict[str, Any]], name: str, base: str) -> Ratio | None:
-    """A step's time with it over that of ``base``; None where no time was measured."""
+    """Returns the step time relative to that of ``base``; None without measured times."""
     rounds = [[Round(a, b) for a, b in zip(each["ms"][name], each["ms"][base], strict=True)] for each in processes if each["ms"].get(name)]
     return compare(rounds) if rounds else None
 
@@ -57,17 +59,17 @@ def page(first: dict[str, Any], processes: list[dict[str, Any]], size: dict[str,
     ms = median([each for process in processes for each in process["ms"]["plain"]]) if processes else None
     described = ", ".join(f"{name} {value}" for name, value in size.items()) + (f"; a plain step takes {ms:.0f} ms" if ms else "")
     return "\n".join([
-        f"# Memory and what it costs\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\nThe model: {described}; float32, AdamW.\n",
-        *goals(shares, first["accumulation"]), "", "## Computed again (lever recompute)\n",
-        markdown_table(("way", "saved, MiB", "of plain", "peak, MiB", "of plain", "time of a step over plain"), rows), "",
-        "## Accumulation in the Loop\n", markdown_table(("micro-batches", "kept, MiB", "of the whole batch", "time of a step over the raw loop"), loops), ""])
+        f"# Memory savings and their cost\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\nThe model: {described}; float32, AdamW.\n",
+        *goals(shares, first["accumulation"]), "", "## Recomputed activations (lever recompute)\n",
+        markdown_table(("way", "saved, MiB", "of plain", "peak, MiB", "of plain", "step time relative to plain"), rows), "",
+        "## Accumulation in the Loop\n", markdown_table(("micro-batches", "kept, MiB", "of the whole batch", "step time relative to the raw loop"), loops), ""])
 
 
 def goals(shares: dict[str, tuple[float, Ratio | None]], kept: dict[str, int]) -> list[str]:
     ways = {name: entry for name, entry in shares.items() if not name.startswith("plain")}
     affordable = [(share, name, ratio) for name, (share, ratio) in ways.items() if ratio is not None and ratio.median <= SLOWER]
     best, who = min((share, name) for name, (share, _) in ways.items())
-    half = "not run: no time was measured" if not any(ratio for _, ratio in ways.values()) else "**missed**: nothing is that cheap"
+    half = "not run: no time was measured" if not any(ratio for _, ratio in ways.values()) else "**missed**: none is that cheap"
     if affordable:
         share, name, ratio = min(affordable, key=lambda each: each[0])
         half = f"{_word(share <= HALF)}: {share:.2f} with {name}, {spell(ratio)} of the time"
@@ -83,11 +85,11 @@ def _word(reached: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=4, help="fresh processes that are timed; what an earlier run of this month has measured counts")
+    parser.add_argument("--processes", type=int, default=4, help="fresh processes to time, including those of earlier runs of this month (default 4)")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--bytes-only", action="store_true", help="leave times out")
-    parser.add_argument("--again", action="store_true", help="forget what an earlier run has measured")
-    parser.add_argument("--smoke", action="store_true", help="the same code at a tiny size")
+    parser.add_argument("--bytes-only", action="store_true", help="measure no times")
+    parser.add_argument("--again", action="store_true", help="discard the records of earlier runs")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     size = TINY if args.smoke else SIZE

@@ -1,13 +1,16 @@
-"""The memory of a training step as `flatout memory` foretells it, beside what the allocator gave out.
+"""Compares the memory of a training step, as `flatout memory` predicts it, with the allocator's own events.
 
-Each program of bench/programs/memory_cases.py trains a model of another kind. Predicted: `flatout memory --no-measure --batch N`, which looks at the program
-at its own batch size and computes nothing; so N is foretold from a program that never ran at N. Measured: the same program really run, at its own batch
-size and at N, under bench/allocation_recorder.py, which shares no code with flatout: the running sum of all events of torch's allocator from the import
-of torch on (on CUDA its own statistics), and its peak over three optimizer cycles after the first two. Error: predicted over measured, minus 1.
-Goal: at most 10 % at both sizes, on at least eight programs.
+Each program of bench/programs/memory_cases.py trains a different kind of model. Predicted: `flatout memory
+--no-measure --batch N` observes the program at its own batch size and computes nothing, so it predicts N from
+a program that never ran at N. Measured: the same program really runs, at its own batch size and at N, under
+bench/allocation_recorder.py, which shares no code with flatout. The recorder sums all events of torch's
+allocator from the import of torch on (on CUDA it reads the allocator's statistics), and takes the peak over
+three optimizer cycles after the first two. Error: predicted over measured, minus 1. Goal: at most 10 % at
+both sizes, on at least eight programs.
 
-With DIR (as for bench/open_set.py) also public training scripts as they are: `flatout memory --batch 96`, whose own measurement of real steps is shown.
-With --device cuda the programs train on a GPU, and its allocator's statistics are the truth: *not run* yet.
+With DIR (as for bench/open_set.py), it also runs unmodified public training scripts: `flatout memory --batch
+96`, which shows its own measurement of real steps. With --device cuda, the programs train on a GPU, and the
+statistics of its allocator are the reference: *not run* yet.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from flatout.render.wording import size as spelled
 
 PROGRAM = str(HERE / "programs" / "memory_cases.py")
 RECORDER = str(HERE / "allocation_recorder.py")
-# case -> another batch size than its own
+# case -> a batch size that differs from its own
 CASES = {"mlp": 1024, "vae": 1000, "embedding": 4096, "lstm": 40, "gan": 128, "gpt": 32, "gpt bf16": 32, "gpt accumulate": 16, "vit": 48, "unet": 16,
          "resnet18 sgd": 40, "resnet18 adamw": 40, "resnet50 sgd": 24, "resnet50 adamw": 24}
 GOAL, PROGRAMS_OF_THE_GOAL = 0.1, 8
@@ -38,13 +41,13 @@ PUBLIC_SIZE = 96
 
 
 def foretold(words: list[str], *options: str) -> tuple[MemoryForecast | None, str]:
-    """The record of `flatout memory` in a process of its own, or the sentence with which it refuses."""
+    """Returns the record of `flatout memory` in a separate process, or its error message."""
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         command = [sys.executable, "-m", "flatout", "memory", "--json", "--job", folder, *options, *words]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
         except subprocess.TimeoutExpired:
-            return None, f"no answer within {2 * LIMIT_S} s"
+            return None, f"no result within {2 * LIMIT_S} s"
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("flatout: ")]
         return None, said[-1].removeprefix("flatout: ") if said else f"exit code {done.returncode}"
@@ -52,7 +55,7 @@ def foretold(words: list[str], *options: str) -> tuple[MemoryForecast | None, st
 
 
 def measured(case: str, size: int | None, device: str) -> tuple[int | None, str]:
-    """Bytes at the peak of really running the program."""
+    """Returns the bytes at the peak of really running the program."""
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out = Path(folder) / "peak.json"
         words = [sys.executable, RECORDER, str(out), str(CYCLES), PROGRAM, case, "--device", device, *(["--batch-size", str(size)] if size else [])]
@@ -63,7 +66,7 @@ def measured(case: str, size: int | None, device: str) -> tuple[int | None, str]
 
 
 def judged(case: str, device: str) -> list[dict[str, Any]]:
-    """A row for the program's own batch size, and one for another."""
+    """Returns a row for the program's own batch size, and one for another."""
     record, why_not = foretold([sys.executable, PROGRAM, case, "--device", device], "--no-measure", "--batch", str(CASES[case]))
     rows: list[dict[str, Any]] = []
     for own in (True, False):
@@ -79,7 +82,7 @@ def judged(case: str, device: str) -> list[dict[str, Any]]:
 
 
 def public(script: dict[str, Any], home: Path, measure: bool) -> dict[str, Any]:
-    """What a person sees who asks for a public script's memory, at its own batch size and at PUBLIC_SIZE."""
+    """Predicts a public script's memory as a user would, at its own batch size and at PUBLIC_SIZE."""
     with standing_in(home / script["cwd"], script.get("env")):
         record, why_not = foretold(script["argv"], "--batch", str(PUBLIC_SIZE), "--budget", "2m", *([] if measure else ["--no-measure"]))
     if record is None:
@@ -89,7 +92,7 @@ def public(script: dict[str, Any], home: Path, measure: bool) -> dict[str, Any]:
 
 
 def met(rows: list[dict[str, Any]]) -> list[str]:
-    """Programs whose every row is within the goal."""
+    """Returns the programs with every row within the goal."""
     return [case for case in CASES if (own := [row for row in rows if row["case"] == case]) and all(
         row["error"] is not None and abs(row["error"]) <= GOAL for row in own)]
 
@@ -98,12 +101,12 @@ def page(rows: list[dict[str, Any]], scripts: list[dict[str, Any]]) -> str:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     worst = max((row for row in rows if row["error"] is not None), key=lambda row: abs(row["error"]), default=None)
     said = f"{len(met(rows))} of {len(cases)} programs within {GOAL:.0%} at both batch sizes"
-    said += f"; the worst figure is {worst['error']:+.1%} ({worst['case']}, {worst['batch_size']} samples)" if worst else ""
+    said += f"; the largest error is {worst['error']:+.1%} ({worst['case']}, {worst['batch_size']} samples)" if worst else ""
     table = markdown_table(("program", "samples a batch", "predicted", "measured", "error", "at the predicted peak"), [
         (row["case"], f"{row['batch_size']}{' (its own)' if row['own'] else ''}", spelled(row["predicted_bytes"]), spelled(row["measured_bytes"]),
          row["why_not"] if row["error"] is None else f"{row['error']:+.2%}", parts(row["kinds"])) for row in rows])
-    text = f"# The memory of a step, foretold\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.**\n\n{table}"
-    return text if not scripts else f"{text}\n\n## Public training scripts, as they are\n\n{public_table(scripts)}"
+    text = f"# The predicted memory of a step\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.**\n\n{table}"
+    return text if not scripts else f"{text}\n\n## Unmodified public training scripts\n\n{public_table(scripts)}"
 
 
 def parts(kinds: dict[str, int]) -> str:
@@ -117,23 +120,23 @@ def public_table(scripts: list[dict[str, Any]]) -> str:
         if script["why_not"]:
             rows.append((script["name"], "-", "-", "-", "-", script["why_not"]))
         for point in script["points"]:
-            size = "as it is" if point["batch_size"] is None else f"{point['batch_size']}{' (its own)' if point['batch_size'] == script['own'] else ''}"
+            size = "unchanged" if point["batch_size"] is None else f"{point['batch_size']}{' (its own)' if point['batch_size'] == script['own'] else ''}"
             error = "-" if point["error"] is None else f"{point['error']:+.2%}"
             rows.append((script["name"], size, spelled(point["peak_bytes"]), spelled(point["measured_bytes"]), error,
                          point["why_not"] or point["measured_why_not"] or parts(point["kinds"])))
-    return markdown_table(("script", "samples a batch", "predicted", "measured by flatout", "error", "at the predicted peak, or why not"), rows)
+    return markdown_table(("script", "samples a batch", "predicted", "measured by flatout", "error", "at the predicted peak, or the error"), rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path, nargs="?", metavar="DIR", help="a folder that holds set.json: public scripts, too")
-    parser.add_argument("--only", action="append", help="one program or public script; may be given again")
+    parser.add_argument("dir", type=Path, nargs="?", metavar="DIR", help="folder that holds set.json: also measure these public scripts")
+    parser.add_argument("--only", action="append", help="run only this program or public script; repeatable")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--no-measure", action="store_true", help="public scripts are only foretold: for those whose steps are slow")
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--no-measure", action="store_true", help="only predict public scripts, for those with slow steps")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler says at each start what it cannot see without a GPU
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hides the profiler's warning about the missing GPU
     made = stamp()
     before = read_result("memory_prediction", made, args.out)
     rows: list[dict[str, Any]] = before.get("rows", [])

@@ -1,21 +1,25 @@
-"""Public training scripts as they are: what tuning brings, measured again; or (--transparent) whether attaching changes anything.
+"""Measures the speed-up from tuning public scripts, or (--transparent) whether attaching changes anything.
 
-DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is taken from DIR. The scripts are not edited.
+DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is relative to DIR. The
+scripts are not edited.
 
-Tuning (the default). For each script `flatout tune --no-write COMMAND` runs as a person would run it, with its records in a temporary
-folder; without --budget it spends what it chooses itself. What its session claims is then measured again without its help: three fresh
-sets of processes, the plain script and the script under the plan, taking turns block by block, with seeds the tuner has not used. A ratio
-is the plain script's mean step time over the plan's: the median over sets, with a 95 % interval (bootstrap over sets and rounds). A
-script for which the tuner keeps the plain program counts as 1.
+Tuning (the default). For each script, `flatout tune --no-write COMMAND` runs as a user would run it, with its
+records in a temporary folder; without --budget it chooses its own budget. An independent measurement then
+tests the claim of its session. Three fresh sets of processes run the plain script and the script under the
+plan, interleaved block by block, with seeds that the tuner has not used. A ratio is the plain script's mean
+step time over the plan's: the median over sets, with a 95 % interval (bootstrap over sets and rounds). If the
+tuner keeps the plain program, the script counts as 1.
 
-Experts (--experts). In the same sets, and in turns with the others, the script runs under the plan that an expert chose by hand: a plan file of
-bench/experts with the script's name. A lever that is `true` there takes its first value that this machine has.
+Experts (--experts). The same sets also run the script under the plan that an expert chose by hand,
+interleaved with the others: the plan file of bench/experts with the script's name. A lever that is `true`
+there takes its first value that this machine supports.
 
-Transparency (--transparent). `flatout trial --plan none --seed 0` against a recorder of 60 lines that shares no code with flatout: the
-loss of every backward pass must agree bit for bit; a script that ends by itself must have the same output and exit code.
+Transparency (--transparent). `flatout trial --plan none --seed 0` is compared with a recorder of 60 lines
+that shares no code with flatout. The loss of every backward pass must agree bit for bit. A script that ends
+by itself must have the same output and exit code.
 
-Both write what they have after every script and skip, when started again in the same month, the scripts they have done; what failed is
-tried again.
+Both modes write their results after every script. Restarted in the same month, they skip the finished scripts
+and repeat the failed ones.
 """
 
 from __future__ import annotations
@@ -52,15 +56,18 @@ from flatout.tune.prior import device_kind
 from flatout.tune.session import load_session, plan_of
 
 PAIRS = 3
-SET_S = 120.0  # a set of processes takes turns for so long, and one round at least
-OVERTIME = 2.0  # a tuner that takes this many times its budget, and two minutes, is ended and counted as failed
-LONGEST_OWN_S = 1800.0  # the same for one that chooses its budget itself
+SET_S = 120.0  # duration of a set of processes; at least one round
+OVERTIME = 2.0  # times the budget, plus two minutes: then the tuner is ended and counts as failed
+LONGEST_OWN_S = 1800.0  # the same limit for a tuner that chooses its own budget
 EXPERTS = HERE / "experts"
 
 
 def tune(argv: list[str], budget_s: float | None, job: Path, longest_s: float | None = None,
          horizon_s: float | None = None) -> tuple[SessionRecord | None, str]:
-    """`flatout tune` in a process of its own, in the present folder; budget and horizon are its own unless given. The session, and what went wrong."""
+    """Runs `flatout tune` in a separate process, in the current folder. Returns the session and the failure.
+
+    It chooses budget and horizon unless they are given.
+    """
     longest_s = longest_s or (LONGEST_OWN_S if budget_s is None else OVERTIME * budget_s + 120)
     times = [word for option, time_s in (("--budget", budget_s), ("--horizon", horizon_s)) if time_s is not None for word in (option, f"{time_s:g}s")]
     command = [sys.executable, "-m", "flatout", "tune", *times, "--job", str(job), "--no-write", *argv]
@@ -84,7 +91,7 @@ def tune(argv: list[str], budget_s: float | None, job: Path, longest_s: float | 
 
 def measure_script(script: dict[str, Any], home: Path, budget_s: float | None, facts: Facts, pairs: int, keep: Path | None,
                    expert: tuple[Plan, list[str]] | None = None) -> dict[str, Any]:
-    """Tune one script and measure the claim again, beside the expert's plan where there is one."""
+    """Tunes one script and measures the claim again, compared with the expert's plan where one exists."""
     place = Path(tempfile.mkdtemp(prefix="open-set-"))
     found: dict[str, Any] = {"made": stamp(facts), "budget_s": budget_s}
     try:
@@ -110,7 +117,10 @@ def measure_script(script: dict[str, Any], home: Path, budget_s: float | None, f
 
 
 def measured_again(argv: list[str], plans: dict[str, Plan], job: JobFolder, facts: Facts, sets: int) -> dict[str, Any]:
-    """Fresh sets of processes, one a plan. A tuner that keeps the plain program is the plain side when it is compared with the expert."""
+    """Runs fresh sets of processes, one for each plan.
+
+    If the tuner keeps the plain program, the plain side is compared with the expert.
+    """
     command = understand(argv)
     sides = {name: SideOfContest(name, command, plan) for name, plan in plans.items()}
     plain = sides["plain"]
@@ -130,19 +140,19 @@ def measured_again(argv: list[str], plans: dict[str, Plan], job: JobFolder, fact
 
 
 def as_json(a: SideOfContest, b: SideOfContest) -> dict[str, Any]:
-    """How many times as fast ``b`` is as ``a``, with every round."""
+    """Returns the speed-up of ``b`` over ``a``, with every round."""
     ratio = ratio_of(a, b)
     failure = "; ".join(f"{side.name}: {side.failure}" for side in (a, b) if side.failure)
     return {"ratio": ratio.to_json() if ratio else None, "failure": failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in rounds_of(a, b)]}
 
 
 def skipped_by(side: SideOfContest) -> list[str]:
-    """Levers of its plan that the program did not take."""
+    """Returns the levers of its plan that the program skipped."""
     return sorted({choice["name"] for record in side.records for choice in record.skipped})
 
 
 def expert_plan(name: str, facts: Facts) -> tuple[Plan, list[str]] | None:
-    """The plan file of that script, with the values that this machine has, and the levers that it has not; None where there is no file.
+    """Returns the script's plan file for this machine, and the unavailable levers; None without a file.
 
     Raises PlanError where it cannot be read.
     """
@@ -152,7 +162,7 @@ def expert_plan(name: str, facts: Facts) -> tuple[Plan, list[str]] | None:
     plan, levers, absent = Plan.read(path), {lever.name: lever for lever in TABLE}, []
     for choice in plan:
         lever = levers.get(choice.name)
-        if lever is not None and lever.moment is Moment.PROCESS and choice.value is True:  # nothing inside the program will choose the value
+        if lever is not None and lever.moment is Moment.PROCESS and choice.value is True:  # the program itself cannot choose the value
             answer = lever.applies(facts, None)
             if isinstance(answer, Options):
                 plan = plan.with_choice(replace(choice, value=answer.value_for(True)))
@@ -162,7 +172,7 @@ def expert_plan(name: str, facts: Facts) -> tuple[Plan, list[str]] | None:
 
 
 def summary(session: SessionRecord) -> dict[str, Any]:
-    """What of a session is published: no paths, no curves."""
+    """Returns the published part of a session: no paths, no curves."""
     plan = plan_of(session)
     return {
         "plan": plan.describe(), "choices": [{"name": c.name, "value": c.value} for c in plan], "message": session.message,
@@ -176,14 +186,17 @@ def summary(session: SessionRecord) -> dict[str, Any]:
 
 
 def compact(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The measured blocks of one machine as rows of numbers: process, window, wall time in s, ms a step, and the places in ``keys`` of what was on."""
+    """Returns the measured blocks of one machine as rows of numbers.
+
+    Each row: process, window, wall time in s, ms a step, and the indices in ``keys`` of the active choices.
+    """
     keys = sorted({key for block in blocks for key in block["on"]})
     at = {key: place for place, key in enumerate(keys)}
     return {"keys": keys, "rows": [[b["process"], b["window"], b["at_s"], round(b["ms"], 4), *sorted(at[key] for key in b["on"])] for b in blocks]}
 
 
 def finished(entry: dict[str, Any] | None, beside_expert: bool) -> bool:
-    """Whether an earlier run has done this script, with the expert's plan where that is asked for."""
+    """Returns whether an earlier run has measured this script, with the expert's plan if that is required."""
     if entry is None or "failed" in (entry.get("status"), entry.get("verdict")):
         return False
     return "expert" in entry or not beside_expert
@@ -193,13 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", type=Path, metavar="DIR", help="the folder that holds set.json")
     parser.add_argument("--budget", help="time to tune each script (default: what `flatout tune` chooses)")
-    parser.add_argument("--experts", action="store_true", help="measure the expert's plan (bench/experts) beside flatout's")
+    parser.add_argument("--experts", action="store_true", help="also measure the expert's plan (bench/experts)")
     parser.add_argument("--only", default="", help="only these scripts, separated by commas")
     parser.add_argument("--transparent", action="store_true", help="compare losses, output and exit code instead of tuning")
     parser.add_argument("--steps", type=int, default=30, help="with --transparent: steps after the warm-up (default 30)")
     parser.add_argument("--limit", default="10m", help="with --transparent: the longest that one run of a script may take (default 10m)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="fresh sets of processes of the second measurement (default 3)")
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--keep", type=Path, help="keep each script's records (session, report, trials) in this folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
@@ -208,7 +221,7 @@ def main() -> None:
     scripts = json.loads((home / "set.json").read_text(encoding="utf-8"))
     only = [word for word in args.only.split(",") if word]
     if unknown := set(only) - {s["name"] for s in scripts}:
-        parser.error(f"{home.name}/set.json has no {', '.join(sorted(unknown))}; it has {', '.join(s['name'] for s in scripts)}")
+        parser.error(f"{home.name}/set.json has no {', '.join(sorted(unknown))}; choose from  {', '.join(s['name'] for s in scripts)}")
     theme = "transparent" if args.transparent else "open_set"
     facts = look()
     experts = {s["name"]: expert for s in scripts if (expert := expert_plan(s["name"], facts))} if args.experts else {}
@@ -228,13 +241,13 @@ def main() -> None:
         else:
             found = measure_script(script, home, budget_s, facts, args.pairs, args.keep.resolve() if args.keep else None, experts.get(name))
             claim, again = spell(found.get("session_ratio")), spell(again_of(found))
-            beside = f", of the expert's {spell(found['expert']['flatout_over_expert']['ratio'])}" if "expert" in found else ""
+            beside = f", relative to the expert {spell(found['expert']['flatout_over_expert']['ratio'])}" if "expert" in found else ""
             print(f"{name}: {found.get('plan', '-')}: session {claim}, measured again {again}{beside} {found.get('why', '')}", flush=True)
         done[name] = found
         done = {known: done[known] for known in [*order, *(n for n in done if n not in order)] if known in done}
         write_result(theme, made, (transparent_page if args.transparent else tuned_page)(done), {"scripts": done}, hidden, args.out)
     if not done:
-        print("nothing was asked for, and nothing is there")
+        print("no script was selected, and there are no earlier results")
         return
     page = (transparent_page if args.transparent else tuned_page)(done)
     paths = write_result(theme, made, page, {"scripts": done}, hidden, args.out)

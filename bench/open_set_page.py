@@ -1,4 +1,4 @@
-"""The pages of open_set.py, made from its records alone."""
+"""Writes the pages of open_set.py from its records alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Z95 = 1.96
 
 
 def again_of(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The ratio that was measured again; 1 where the plain program stays; None where nothing came of it."""
+    """Returns the ratio of the second measurement; 1 if the plain program stays; None if it failed."""
     if entry.get("status") != "tuned":
         return None
     if not entry["choices"]:
@@ -46,21 +46,21 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
                                f"{spell(ratio)} ({lever['how']}, n={lever['n']})" if ratio else "-", lever["reason"]))
     ratios = {name: again for name, entry in scripts.items() if (again := again_of(entry))}
     parts = ["# Public training scripts, tuned\n",
-             "Baseline: the plain script, fresh processes, interleaved. Session: what `flatout tune` says; measured again: fresh sets of processes after it.\n",
+             "Baseline: the plain script, fresh processes, interleaved. Session: the claim of `flatout tune`; measured again: fresh sets of processes afterwards.\n",
              markdown_table(("script", "plan", "plain step", "session", "measured again", "A/A in the session", "guard", "flatout"), rows), ""]
     if ratios:
         worst = min(ratios, key=lambda name: ratios[name]["low"])
         parts.append(f"Geometric mean of {len(ratios)} scripts, measured again: {geometric_mean([r['median'] for r in ratios.values()]):.3f}x. "
-                     f"Worst lower end: {ratios[worst]['low']:.2f}x ({worst}). Scripts of the set without a figure: {len(scripts) - len(ratios)}.")
+                     f"Worst lower end: {ratios[worst]['low']:.2f}x ({worst}). Scripts without a figure: {len(scripts) - len(ratios)}.")
     parts += experts_part(scripts)
     settings = ", ".join(sorted({"the tuner's own budget" if entry["budget_s"] is None else f"budget {entry['budget_s']:g} s" for entry in scripts.values()}))
     parts.append(f"\nSettings: {settings}.\n\n## Every lever\n")
-    parts.append(markdown_table(("script", "lever", "ended as", "alone, against plain", "because"), lever_rows))
+    parts.append(markdown_table(("script", "lever", "outcome", "by itself, relative to plain", "reason"), lever_rows))
     return "\n".join(parts)
 
 
 def experts_part(scripts: dict[str, dict[str, Any]]) -> list[str]:
-    """The section beside the experts, with its goals; nothing where no expert's plan was measured."""
+    """Returns the section that compares with the experts, with its goals; empty without an expert's plan."""
     rows, over, plain = [], {}, {}
     for name, entry in scripts.items():
         if "expert" not in entry:
@@ -75,8 +75,8 @@ def experts_part(scripts: dict[str, dict[str, Any]]) -> list[str]:
             over[name], plain[name] = against, again
     if not rows:
         return []
-    parts = ["\n## Beside the expert's plans\n",
-             "Plain, flatout's plan and the expert's plan take turns in the same sets of fresh processes. Every ratio of the table is of these sets.\n",
+    parts = ["\n## Comparison with the expert's plans\n",
+             "The same sets of fresh processes run plain, flatout's plan and the expert's plan, interleaved. Every ratio of the table comes from these sets.\n",
              markdown_table(("script", "expert's plan", "flatout over plain", "expert over plain", "flatout over expert"), rows)]
     return [*parts, *goals(over, plain)] if over else parts
 
@@ -96,7 +96,7 @@ def _word(reached: bool) -> str:
 
 
 def mean_ratio(ratios: list[dict[str, Any]]) -> dict[str, float]:
-    """The geometric mean, with a 95 % interval from those of the ratios, which are independent of each other."""
+    """Returns the geometric mean, with a 95 % interval from those of the independent ratios."""
     centre = geometric_mean([ratio["median"] for ratio in ratios])
     sd = math.sqrt(sum((math.log(ratio["high"] / ratio["low"]) / (2 * Z95)) ** 2 for ratio in ratios)) / len(ratios)
     return {"median": centre, "low": centre * math.exp(-Z95 * sd), "high": centre * math.exp(Z95 * sd)}
@@ -110,7 +110,7 @@ def transparent_page(scripts: dict[str, dict[str, Any]]) -> str:
     given = "; ".join(f"{name}: {' '.join(f'{key}={value}' for key, value in entry['env'].items())}" for name, entry in scripts.items() if entry["env"])
     return "\n".join([
         "# Public training scripts, attached and plain\n",
-        "Baseline: the same script with seed 0 under a recorder that shares no code with flatout. The losses are compared bit for bit. Output is judged\n"
-        "where a script ends by itself; scripts that print times differ from themselves there.\n",
+        "Baseline: the same script with seed 0 under a recorder that shares no code with flatout. The losses are compared bit for bit. The output is\n"
+        "compared where a script ends by itself; scripts that print times differ from themselves there.\n",
         markdown_table(("script", "verdict", "losses", "ended", "standard output", "exit code plain / flatout"), rows),
         f"\nThe same: {same} of {len(scripts)}.", *([f"Environment on both sides: {given}."] if given else [])])

@@ -1,19 +1,22 @@
-"""What being attached costs when the plan changes nothing: microseconds a step, and seconds at the start.
+"""Measures the cost of attaching flatout under an empty plan: microseconds a step, seconds at start-up.
 
-`flatout run --plan X` starts the program with an environment that brings flatout into it; the program then applies the plan
-and falls asleep. Here the plan is empty, so whatever differs from the plain program is flatout's own cost.
+`flatout run --plan X` starts the program with an environment that loads flatout; the program then applies the
+plan, and flatout becomes inactive. Here the plan is empty, so any difference from the plain program is
+flatout's own cost.
 
-Steps. Two processes of one program differ by more than what is sought here, so flatout is taken off and put on again inside one
-process: rounds of four blocks, off, on, on, off; the cost is the mean of the inner two minus that of the outer two, the A/A
-difference that of the outer two. Median over rounds, then over fresh processes; the 95 % interval is a bootstrap over both.
+Steps. Two processes of one program differ by more than the cost. So the benchmark detaches and attaches
+flatout inside one process: rounds of four blocks, off, on, on, off. The cost is the mean of the inner two
+minus that of the outer two; the A/A difference is that of the outer two. Each figure is the median over
+rounds, then over fresh processes; the 95 % interval is a bootstrap over both.
 
-Start-up. A round is three fresh processes of `python -c "import torch"`: plain, attached, plain again (the order is turned round every
-second time); the cost is the attached process minus the mean of its neighbours, as processor time (which neighbours on the machine
-move little) and as wall time. Median over rounds with a 95 % interval. Two imports of torch differ by as much as is sought, so the
-same is also timed from inside: how long flatout's own code is at work before the first line after `import torch`.
+Start-up. A round is three fresh processes of `python -c "import torch"`: plain, attached, plain again (the
+order reverses every second time). The cost is the attached process minus the mean of the two plain ones, as
+processor time (less affected by other processes) and as wall time. Each figure is the median over rounds with
+a 95 % interval. Two imports of torch differ by as much as the cost. So a timer inside the process also
+measures how long flatout's own code runs before the first line after `import torch`.
 
-With --sizes, rows of other sizes are kept as they were measured before. Goals: at most 20 us a step, 1 % of a step of 2 ms, 0.15 s
-at the start.
+With --sizes, the rows of other sizes keep their earlier figures. Goals: at most 20 us a step, 1 % of a step
+of 2 ms, 0.15 s at start-up.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ DRAWS = 2000
 
 @contextmanager
 def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
-    """The very environment that `flatout run` gives one program under an empty plan (`run` itself skips attaching for one)."""
+    """Yields the environment of `flatout run` under an empty plan (`run` itself skips attaching for one)."""
     environment = run_environment(Plan(), facts)
     try:
         yield environment
@@ -59,7 +62,7 @@ def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
 
 
 def run(program: Path, arguments: list[str], environment: dict[str, str], isolated: bool = False) -> tuple[dict[str, Any], str]:
-    """What a program answered in its last line, and all it said on standard error."""
+    """Returns the program's answer in its last line, and its output on standard error."""
     words = [sys.executable, *(["-I"] if isolated else []), str(program), *arguments]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -70,12 +73,12 @@ def run(program: Path, arguments: list[str], environment: dict[str, str], isolat
 def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     result, said = run(program, arguments, environment)
     if ("applied nothing" in said) != ("FLATOUT_JOB" in environment):
-        raise SystemExit(f"overhead: {program.name} was attached where it should not be, or the other way round; it said:\n{said[-2000:]}")
+        raise SystemExit(f"overhead: {program.name} was attached although it should be plain, or plain although it should be attached; its output:\n{said[-2000:]}")
     return result
 
 
 def import_torch(environment: dict[str, str]) -> dict[str, float]:
-    """Wall time and processor time of one process, in seconds."""
+    """Returns the wall time and the processor time of one process, in seconds."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", "import torch"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
@@ -86,7 +89,7 @@ def import_torch(environment: dict[str, str]) -> dict[str, float]:
 
 
 def sandwich(measure: Any, plain: dict[str, str], facts: Facts, at: int) -> dict[str, Any]:
-    """One round: plain, attached, plain. ``measure(environment)`` runs one fresh process."""
+    """Runs one round: plain, attached, plain. ``measure(environment)`` runs one fresh process."""
     before = measure(plain)
     with attached_environment(facts) as attached:
         middle = measure(attached)
@@ -96,7 +99,7 @@ def sandwich(measure: Any, plain: dict[str, str], facts: Facts, at: int) -> dict
 
 
 def interval(groups: list[list[float]]) -> dict[str, float]:
-    """Median over groups of the median within each, with a 95 % interval: bootstrap over groups, and inside them."""
+    """Returns the median over groups of the median within each, and a 95 % interval (bootstrap over both)."""
     rng = random.Random(0)
 
     def draw() -> float:
@@ -111,12 +114,12 @@ def spell(x: dict[str, float], digits: int) -> str:
 
 
 def verdict(x: dict[str, float], same: dict[str, float], goal: float) -> str:
-    """Where two equal processes differ by more than the goal, nothing is met and nothing is missed."""
+    """Returns "open" if two equal processes differ by more than the goal, otherwise "met" or "missed"."""
     if max(abs(same["low"]), abs(same["high"])) > goal:
         return "open: the A/A interval is wider than the goal"
     if x["high"] <= goal:
         return "met"
-    return "missed" if x["low"] > goal else "open: the interval holds the goal"
+    return "missed" if x["low"] > goal else "open: the interval includes the goal"
 
 
 def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dict[str, str], facts: Facts, made: dict[str, Any],
@@ -141,7 +144,7 @@ def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dic
 
 
 def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, Any]:
-    sandwich(import_torch, plain, facts, 0)  # byte code and file cache
+    sandwich(import_torch, plain, facts, 0)  # warms byte code and file cache
     rounds = [sandwich(import_torch, plain, facts, at) for at in range(count)]
     found: dict[str, Any] = {"rounds": rounds, "inside": measure_inside(count, facts)}
     for of in ("cpu_s", "wall_s"):
@@ -154,7 +157,7 @@ def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, 
 
 
 def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
-    """Seconds of wall time that flatout's own code takes in a fresh process before the first line after ``import torch``."""
+    """Returns the wall time of flatout's code in fresh processes up to the line after ``import torch``."""
     took = []
     for _ in range(count):
         with attached_environment(facts) as attached:
@@ -165,8 +168,8 @@ def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
 def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
     rows = [(f"{s['plain_us'] / 1000:.3g}", spell(s["cost_us"], 1), spell(s["aa_us"], 1), f"{s['cost_us']['median'] / s['plain_us']:+.2%}",
              f"{s['cost_us']['n']} x {len(s['processes'][0]['rounds'])}", s["made"]["date"][:10], verdict(s["cost_us"], s["aa_us"], GOAL_US)) for s in steps]
-    parts = ["# The cost of being attached\n",
-             "Baseline: the same process with flatout taken off; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
+    parts = ["# The cost of attaching flatout\n",
+             "Baseline: the same process with flatout detached; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
              markdown_table(("plain step, ms", "attached, us a step", "A/A, us a step", "share of a step", "processes x rounds", "date",
                              f"at most {GOAL_US:.0f} us"), rows)]
     two = next((s for s in steps if s["target_ms"] == 2.0), None)
@@ -179,7 +182,7 @@ def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
     rows.append(("inside the process", "-", spell(inside, 3), "-", inside["n"], "met" if inside["high"] <= GOAL_START_S else "missed"))
     parts.append("\n## Start-up\n\nBaseline: `python -c \"import torch\"`; plain, attached, plain in fresh processes."
                  " The last row times flatout's own code alone.\n")
-    parts.append(markdown_table(("measured as", "plain, s", "attached, s more", "A/A, s", "rounds", f"at most {GOAL_START_S} s"), rows))
+    parts.append(markdown_table(("measured as", "plain, s", "cost of attaching, s", "A/A, s", "rounds", f"at most {GOAL_START_S} s"), rows))
     return "\n".join(parts)
 
 
@@ -189,21 +192,21 @@ def main() -> None:
     parser.add_argument("--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each process measures its steps (default 20)")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds a step, of " + ", ".join(map(str, SIZES)))
-    parser.add_argument("--watched", action="store_true", help="the steps of `flatout run --watch`; figures are printed, none are kept")
+    parser.add_argument("--watched", action="store_true", help="measure the steps of `flatout run --watch`; print the figures without saving them")
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     sizes = [float(word) for word in args.sizes.split(",")]
     if not set(sizes) <= set(SIZES):
-        parser.error(f"--sizes takes some of {', '.join(map(str, SIZES))}")
+        parser.error(f"--sizes accepts some of {', '.join(map(str, SIZES))}")
     facts = look()
     made = stamp(facts)
     plain = dict(os.environ)
-    with attached_environment(facts) as attached:  # as long a path on both sides, but for our own folder
+    with attached_environment(facts) as attached:  # the same path on both sides, except flatout's own folder
         plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
     if args.watched:
         for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made, watched=True):
             share = step["cost_us"]["median"] / step["plain_us"]
-            print(f"{step['plain_us'] / 1000:.3g} ms: watched {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}")
+            print(f"{step['plain_us'] / 1000:.3g} ms: monitored {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}")
         return
     start = measure_start(args.start_rounds, plain, facts)
     kept = {step["target_ms"]: step for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())}

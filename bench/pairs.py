@@ -1,7 +1,7 @@
-"""Fresh processes that take turns, with flatout's own arena, for a benchmark that measures a claim again.
+"""Runs interleaved fresh processes with flatout's own interleaver, for benchmarks that measure a claim again.
 
-What the tuner says of itself is not used here: fresh programs are started, and only the instrument (the baton, the clock, the
-statistics) is the same.
+The benchmarks use nothing that the tuner says of itself: they start fresh programs, and share only the
+instrument (the baton, the clock, the statistics).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Arena, Entrant, ask_options
 
 ROUNDS = 6
-FIRST_SEED = 100  # none of the tuner's
+FIRST_SEED = 100  # not used by the tuner
 PATIENCE_S = 300.0
 SETTLING_TICKS = 5
 
 
 @contextmanager
 def standing_in(folder: Path | str, environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """In another folder, with more in the environment, and back again. Programs inherit both."""
+    """Changes the folder and adds to the environment, then restores both. Programs inherit both."""
     folder_before, environment_before = Path.cwd(), dict(os.environ)
     os.chdir(folder)
     os.environ.update(environment or {})
@@ -47,10 +47,10 @@ def standing_in(folder: Path | str, environment: Mapping[str, str] | None = None
 
 
 def enter(arena: Arena, plan: Plan, seed: int, patience_s: float = PATIENCE_S) -> Entrant:
-    """Start a program, bring it to its steady state and learn how long its ticks are. Raises ProgramGone.
+    """Starts a program, waits for its steady state and measures its steps. Raises ProgramGone.
 
-    A compiler may still have been at work when the program called itself steady, so the length of a tick is taken from a few
-    more ticks.
+    A compiler may still be active when the program reports its steady state, so additional steps give the
+    step time.
     """
     entrant = arena.enter(plan, seed, patience_s)
     trial = entrant.trial
@@ -70,24 +70,25 @@ def enter(arena: Arena, plan: Plan, seed: int, patience_s: float = PATIENCE_S) -
 
 @dataclass
 class SideOfContest:
-    """One program of a contest of many: its command, its plan, and what was seen of it."""
+    """One program of a comparison: its command, its plan, and its measurements."""
 
     name: str
     command: Command
     plan: Plan
     start_s: list[float] = field(default_factory=list)
-    blocks_ms: list[list[float]] = field(default_factory=list)  # one list a set of processes
+    blocks_ms: list[list[float]] = field(default_factory=list)  # one list for each set of processes
     records: list[TrialRecord] = field(default_factory=list)
     failure: str = ""
 
 
 def contest(sides: Sequence[SideOfContest], job: JobFolder, facts: Facts, sets: int, rounds: int, until_s: float,
             heard: Callable[[int], None] = lambda at: None, first_seed: int = 0, set_s: float = math.inf) -> int:
-    """Sets of fresh processes, one a side, that take turns block by block; the order is turned round each round and each set.
+    """Runs sets of fresh processes, one a side, interleaved block by block; returns how many are complete.
 
-    A side that does not come through is named in its ``failure`` and left out from then on; of several sides, one that is left is not measured alone. All
-    sides of a set have one seed, and the next set has the next one. No set is begun that, by the length of the last one, would end after ``until_s``; a set
-    takes turns for ``set_s`` seconds, and for one round at least. Returns the number of whole sets.
+    The order reverses each round and each set. A side that fails is named in its ``failure`` and left out
+    from then on; if only one of several sides remains, it is not measured. All sides of a set share one seed;
+    the next set uses the next seed. No set starts that would end after ``until_s``, judged by the length of
+    the last one. A set runs for ``set_s`` seconds, and for at least one round.
     """
     done, longest = 0, 0.0
     while done < sets and (done == 0 or seconds() + longest < until_s):
@@ -106,7 +107,7 @@ Running = dict[str, tuple[Arena, Entrant]]
 
 
 def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder, facts: Facts, rounds: int, set_s: float) -> bool:
-    """One fresh process a side, ``rounds`` blocks each. False where a side fell out: the set does not count."""
+    """Runs one fresh process a side, ``rounds`` blocks each. Returns False if a side failed."""
     order = list(sides) if at % 2 == 0 else list(reversed(sides))
     running: Running = {}
     try:
@@ -123,7 +124,7 @@ def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder,
     finally:
         for arena, _ in running.values():
             arena.close()
-    for side in order:  # only now: a set counts for every side or for none
+    for side in order:  # a set counts for every side or for none
         side.records.append(records[side.name])
         side.start_s.append(running[side.name][1].start_s)
         side.blocks_ms.append(blocks[side.name])
@@ -131,7 +132,10 @@ def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder,
 
 
 def _enter_side(side: SideOfContest, seed: int, job: JobFolder, facts: Facts, running: Running) -> None:
-    """Start a side. Sides of one command share an arena: a block has as many ticks for each of them, by the mean length of their ticks."""
+    """Starts a side. Sides of one command share an interleaver and use blocks of equal step counts.
+
+    The mean length of their steps determines the count.
+    """
     shared = [arena for arena, _ in running.values() if arena.command == side.command]
     arena = shared[0] if shared else Arena(side.command, job, facts)
     tick_ms, prefetched = arena.tick_ms * len(shared), arena.prefetched_ticks if shared else 0
@@ -146,7 +150,10 @@ def _enter_side(side: SideOfContest, seed: int, job: JobFolder, facts: Facts, ru
 
 
 def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s: float) -> dict[str, list[float]]:
-    """Milliseconds a tick of each side's blocks, as many for each. Ended early, never before one round, by the clock or by the end of a program."""
+    """Returns the milliseconds a step of each side's blocks, equally many for each.
+
+    The clock or the end of a program may end it early, but never before one round.
+    """
     blocks: dict[str, list[float]] = {side.name: [] for side in order}
     until_s = seconds() + set_s
     for turn in range(rounds):
@@ -170,7 +177,7 @@ def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s:
 
 @contextmanager
 def _blamed(side: SideOfContest, may_end: bool = False) -> Iterator[None]:
-    """A program that goes in here is named in the ``failure`` of its side; ``may_end`` where its own end is none."""
+    """Records a program that ends here as its side's ``failure``; with ``may_end``, a normal end is none."""
     try:
         yield
     except ProgramGone as gone:
@@ -184,14 +191,14 @@ def rounds_of(a: SideOfContest, b: SideOfContest) -> list[list[Round]]:
 
 
 def ratio_of(a: SideOfContest, b: SideOfContest) -> Ratio | None:
-    """How many times faster ``b`` is than ``a``, over the sets that both came through."""
+    """Returns the speed-up of ``b`` over ``a``, over the sets that both completed."""
     pairs = rounds_of(a, b)
     return compare(pairs) if any(pairs) else None
 
 
 @dataclass
 class Pairs:
-    """Two sides of a contest and how it ended. ``ratio`` is A's time over B's."""
+    """Two sides of a comparison and its result. ``ratio`` is A's time over B's."""
 
     a: SideOfContest
     b: SideOfContest
@@ -219,14 +226,17 @@ class Pairs:
 
 def fresh_pairs(command: Command, a: Plan, b: Plan, job: JobFolder, facts: Facts, pairs: int = 3, rounds: int = ROUNDS, first_seed: int = FIRST_SEED,
                 pair_s: float = 120.0, heard: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
-    """Fresh pairs of processes, ``a`` against ``b``, until one fails; who starts first changes from pair to pair. Seeds are none of the tuner's."""
+    """Runs fresh pairs, ``a`` against ``b``, until one fails. The tuner does not use these seeds.
+
+    The side that starts first alternates from pair to pair.
+    """
     found = Pairs(SideOfContest("a", command, a), SideOfContest("b", command, b))
     contest((found.a, found.b), job, facts, pairs, rounds, math.inf, lambda done: heard(done - 1, found), first_seed, pair_s)
     return found
 
 
 def spell(ratio: Ratio | Mapping[str, Any] | None) -> str:
-    """``1.31x [1.28, 1.39]``, or a dash."""
+    """Returns ``1.31x [1.28, 1.39]``, or a dash."""
     if ratio is None:
         return "-"
     x = ratio if isinstance(ratio, Mapping) else ratio.to_json()

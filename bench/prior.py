@@ -1,20 +1,29 @@
-"""The table of effect sizes, ``src/flatout/tune/prior.json``, made from the committed records: ``python bench/prior.py``.
+"""Builds the table of effect sizes, ``src/flatout/tune/prior.json``, from the committed records.
 
-Where the figures come from
-* open_set: all measured blocks of a session, in the tuner's own regression with a nearly flat prior, so that no prior feeds the next one; and every
-  comparison in which one lever differs: alone against the plain program, or taken away from a plan. Sessions disturbed by other programs are left out.
-* regret: the exhaustive search. For each lever and value, all pairs of combinations that differ in this choice alone.
-* data: the training with batched_transforms, with cached_prefix, and with four workers, against the plain program.
-* memory: the training with activations recomputed, against the plain program.
-* PUBLISHED of prior_records.py: figures for what no record of this repository covers, from the "Evidence" lines of the levers. They are marked in the table.
-Not used: guard has no times, and the programs of what_ifs have one fault each on purpose, so fixing it says nothing of other programs.
+Run it with ``python bench/prior.py``.
 
-How an entry is made. All comparisons of one lever and value in one program become one record: the mean of the log ratios, weighted by
-their inverse variances (from the 95 % interval; at least 3 %). The entry for all values of a lever counts each program once, too. Over
-programs, effects are normal with unknown mean and variance. The prior of both is conjugate: mean 0, worth half a record, and the neutral standard
-deviation of an unmeasured lever. A record counts by its share of between-program variance, so imprecise records count little. A kind of program
-starts from what all programs gave, which is worth one record. The entry is the mean and standard deviation of the predictive distribution for a
-new program. A kind to which all records of a lever belong has no entry. No randomness is involved.
+Sources of the figures
+* open_set: all measured blocks of a session, in the tuner's own regression with a nearly flat prior, so that
+  no prior feeds the next one. Also every comparison in which one lever differs: by itself against the plain
+  program, or removed from a plan. Sessions disturbed by other programs are left out.
+* regret: the exhaustive search. For each lever and value, all pairs of combinations that differ only in this
+  choice.
+* data: the training with batched_transforms, with cached_prefix, and with four workers, against the plain
+  program.
+* memory: the training with recomputed activations, against the plain program.
+* PUBLISHED of prior_records.py: figures for what no record of this repository covers, from the "Evidence"
+  lines of the levers. They are marked in the table.
+Not used: guard has no times. The programs of what_ifs have one fault each on purpose, so fixing it says
+nothing about other programs.
+
+How an entry is computed. All comparisons of one lever and value in one program become one record: the mean of
+the log ratios, weighted by their inverse variances (from the 95 % interval; at least 3 %). The entry for all
+values of a lever also counts each program once. Over programs, effects are normal with unknown mean and
+variance. The prior of both is conjugate: mean 0, worth half a record, and the neutral standard deviation of
+an unmeasured lever. A record counts by its share of between-program variance, so imprecise records count
+little. A kind of program starts from the estimate over all programs, which is worth one record. The entry is
+the mean and standard deviation of the predictive distribution for a new program. A kind to which all records
+of a lever belong has no entry. No randomness is involved.
 """
 
 from __future__ import annotations
@@ -34,7 +43,8 @@ from provenance import RESULTS
 from flatout.plan.folder import write_whole
 from flatout.tune.prior import ANY, ANY_VALUE, NEUTRAL, TABLE_FILE
 
-MEAN_WORTH, KIND_WORTH = 0.5, 1.0  # records that the prior of the mean is worth: of a lever, and of a lever in a kind of program
+# Records that the prior of the mean is worth: of a lever, and of a lever in a kind of program.
+MEAN_WORTH, KIND_WORTH = 0.5, 1.0
 SHAPE = 2.0  # of the prior of the variance
 BETWEEN_PROGRAMS = 0.15  # standard deviation of an effect from program to program, to weigh imprecise records
 
@@ -59,12 +69,12 @@ class Estimate:
 
     @property
     def variance(self) -> float:
-        """Between programs, expected."""
+        """The expected variance between programs."""
         return self.scale / (self.shape - 1)
 
     @property
     def sd(self) -> float:
-        """Of the effect in a new program."""
+        """The predictive variance of the effect in a new program."""
         return math.sqrt(self.variance * (self.worth + 1) / self.worth)
 
     def after(self, records: Sequence[Record]) -> Estimate:
@@ -78,13 +88,13 @@ class Estimate:
 
 
 def unmeasured() -> Estimate:
-    """Its predictive standard deviation is the neutral one."""
+    """Returns the prior whose predictive standard deviation is the neutral one."""
     between = NEUTRAL.sd**2 * MEAN_WORTH / (MEAN_WORTH + 1)
     return Estimate(NEUTRAL.mean, MEAN_WORTH, SHAPE, between * (SHAPE - 1))
 
 
 def table_of(records: Iterable[Record]) -> dict[str, Any]:
-    """Entries by lever, value, device and kind of program, in a fixed order."""
+    """Returns the entries by lever, value, device and kind of program, in a fixed order."""
     records = list(records)
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in [*records, *one_per_program(replace(record, value=ANY_VALUE) for record in records)]:
@@ -107,7 +117,7 @@ def entry(lever: str, value: str, device: str, kind: str, estimate: Estimate, re
 
 
 def rendered(table: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry."""
+    """Returns JSON with a line for each entry."""
     lines = ",\n".join(f"  {json.dumps(each)}" for each in table["entries"])
     head = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key != "entries")
     return f"{{{head}, \"entries\": [\n{lines}\n]}}\n"

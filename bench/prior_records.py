@@ -1,4 +1,4 @@
-"""The records behind the prior of effect sizes: read from the result files of benchmarks, and published figures. See prior.py for what is used."""
+"""Reads the records behind the prior of effect sizes: benchmark results, published figures (see prior.py)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from flatout.tune.prior import (
 
 LEAST_SD = 0.03  # of one comparison
 Z95 = 1.96
-FLAT_SD, TELLING_SD = 1.0, 0.3  # of the prior with which blocks are read, and of an effect that they tell
-BY_REGRESSION = "design"  # how a tuner calls a ratio that its own prior has a part in
+FLAT_SD, TELLING_SD = 1.0, 0.3  # of the prior for the blocks, and of an effect that they determine
+BY_REGRESSION = "design"  # the tuner's name for a ratio that includes its own prior
 
-# Layers of the programs whose records were written before records named them.
+# Layers of the programs whose records predate the field for layers.
 LAYERS = {
     "mnist": CONVOLUTIONS, "imagenet": CONVOLUTIONS, "pytorch_cifar": CONVOLUTIONS, "nanogpt": TRANSFORMER, "dcgan": CONVOLUTIONS, "word_lm": RECURRENT,
     "time_sequence": RECURRENT, "reinforce": DENSE, "vae": DENSE, "lightning": DENSE, "linear": DENSE, "mlp": DENSE, "lstm": RECURRENT,
@@ -56,7 +56,11 @@ RECOMPUTED = {
 
 @dataclass(frozen=True)
 class Record:
-    """One lever and value in one program: ``effect``, its ``variance``, and the program's kinds. ``count`` programs are behind it, ``spread`` apart."""
+    """The effect of one lever and value in one program.
+
+    ``effect``, its ``variance``, and the program's kinds. It stands for ``count`` programs with standard
+    deviation ``spread``.
+    """
 
     program: str
     lever: str
@@ -72,7 +76,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Published:
-    """``ratio`` is how many times as fast; ``count`` the records that it is worth, ``spread`` their standard deviation as a log ratio."""
+    """Builds a published record.
+
+    ``ratio`` is the speed-up; ``count`` the records that it is worth, ``spread`` their standard deviation as
+    a log ratio.
+    """
 
     lever: str
     value: str
@@ -84,7 +92,8 @@ class Published:
     spread: float = 0.0
 
 
-# Published figures, not measured by this project. The spread of the 180 models is not published; 0.3 is an assumption, and they count as ten.
+# Published figures, not measured by this project. The spread of the 180 models is not published; 0.3 is an
+# assumption, and they count as ten.
 PUBLISHED = (
     Published("tf32", "on", CUDA, (TRANSFORMER, LONG_STEPS), 2.21, "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5"),
     Published("autocast", "bfloat16", CUDA, (TRANSFORMER, LONG_STEPS), 1.60, "124M GPT over TF32, one A100, torch 2.6: LLMs-from-scratch, chapter 5"),
@@ -98,7 +107,7 @@ PUBLISHED = (
 
 
 def all_records(folder: Path) -> list[Record]:
-    """The records of every result file in ``folder``, and the published figures."""
+    """Returns the records of every result file in ``folder``, and the published figures."""
     published = [Record(each.source, each.lever, each.value, each.device, each.kinds, -math.log(each.ratio), 0.0, each.count, each.spread, True)
                  for each in PUBLISHED]
     measured = [*open_set_records(programs_of(folder, "open_set", "scripts")), *regret_records(programs_of(folder, "regret", "programs")),
@@ -107,7 +116,7 @@ def all_records(folder: Path) -> list[Record]:
 
 
 def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(program, device) -> its record; of several months, the newest that has the program."""
+    """Returns (program, device) -> its record; of several months, the newest that has the program."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path in sorted(folder.glob(f"{theme}_*.json"), key=lambda path: (path.stem.rpartition("_")[2], path.stem)):
         data = read_json(path)
@@ -118,13 +127,13 @@ def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], d
 
 
 def device_of(made: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
-    """What the record says itself. Older records do not: those of a CPU come from one without bfloat16."""
+    """Returns whether the record's machine has bfloat16. Older records do not say; their CPUs have none."""
     return entry.get("device_kind") or (CPU if made["slug"].startswith("cpu") else CUDA)
 
 
 def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Record]:
     for (name, device), entry in scripts.items():
-        if "phases" not in entry or entry.get("disturbance"):  # what other programs did to the machine is no effect of a lever
+        if "phases" not in entry or entry.get("disturbance"):  # other programs disturbed this session
             continue
         kinds = kinds_of(entry["scene"], entry["phases"])
         if "layers" not in entry["scene"]:
@@ -139,7 +148,10 @@ def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> It
 
 
 def block_records(name: str, device: str, kinds: tuple[str, ...], blocks: Mapping[str, Any], cores: int) -> Iterator[Record]:
-    """What the blocks of one session tell of each lever and value, without any other knowledge; what they cannot tell apart is left out."""
+    """Returns the effects of each lever and value from the blocks of one session, without prior knowledge.
+
+    Leaves out effects that the blocks cannot separate.
+    """
     keys = blocks["keys"]
     named = {key: choice for key in keys for choice in choices(key, cores)}
     space = Space(tuple(Factor(key, named[key][0], False, 0.0, FLAT_SD) for key in keys))
@@ -200,7 +212,7 @@ def cores_of(made: Mapping[str, Any]) -> int:
 
 
 def single_difference(plan: str, against: str, cores: int) -> tuple[str, str] | None:
-    """The lever and value that ``plan`` has and ``against`` has not; None where more or less than this differs."""
+    """Returns the lever and value in ``plan`` but not in ``against``; None unless exactly one differs."""
     here = choices(plan, cores)
     if against.startswith("the same without "):
         without = against.removeprefix("the same without ")
@@ -212,7 +224,7 @@ def single_difference(plan: str, against: str, cores: int) -> tuple[str, str] | 
 
 
 def choices(plan: str, cores: int) -> list[tuple[str, str]]:
-    """``malloc=tcmalloc, loader(workers=1)`` as pairs of a lever and a value, spelled as in the table."""
+    """Parses ``malloc=tcmalloc, loader(workers=1)`` into pairs of a lever and a value, as in the table."""
     if plan in ("plain", "A/A", ""):
         return []
     found = []
@@ -240,12 +252,12 @@ def read_value(text: str) -> Any:
 
 
 def variance(low: float, high: float) -> float:
-    """Of a log ratio, from its 95 % interval."""
+    """Returns the variance of a log ratio, from its 95 % interval."""
     return max(math.log(high / low) / (2 * Z95), LEAST_SD) ** 2
 
 
 def one_per_program(records: Iterable[Record]) -> list[Record]:
-    """Comparisons of one lever and value in one program and on one device as one record. Published figures stay as they are."""
+    """Merges comparisons of one lever and value in one program on one device; keeps published figures."""
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
         groups[record.program, record.lever, record.value, record.device].append(record)

@@ -1,8 +1,9 @@
-"""Where a figure comes from (device, versions, date), and the one way in which a benchmark writes its results.
+"""Records the provenance of figures (device, versions, date) and writes the results of all benchmarks.
 
-A benchmark measures the checkout it lies in: importing this file puts ``src`` first on the path, for this process and for
-the programs it starts. Results are a Markdown page and the raw records beside it, ``<theme>_<device>_<yyyymm>.md`` and
-``.json``, and ``results/README.md`` is written anew from what is there. Paths of the machine are taken out of both.
+A benchmark measures its own checkout: importing this file puts ``src`` first on the path, for this process and
+for the programs that it starts. Results are a Markdown page and a JSON file with the raw records, named
+``<theme>_<device>_<yyyymm>``. Each write also regenerates ``results/README.md``. Paths of the machine are
+removed from all of them.
 """
 
 from __future__ import annotations
@@ -34,60 +35,60 @@ from flatout.plan.folder import read_json, write_whole  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
 from flatout.tune.prior import device_kind  # noqa: E402
 
-# theme, the command that makes it, what it answers
+# theme, the command that makes it, what it measures
 THEMES = (
-    ("overhead", "python bench/overhead.py", "What being attached costs: microseconds a step, seconds at the start"),
-    ("transparent", "python bench/open_set.py DIR --transparent", "Whether being attached changes anything: losses bit by bit, output, exit code"),
-    ("open_set", "python bench/open_set.py DIR --experts", "What tuning brings on public training scripts, measured again beside an expert's plans"),
-    ("time_to_accuracy", "python bench/time_to_accuracy.py DIR", "Training to the end, plain and tuned: the final metric, and the time to a metric"),
-    ("check_open_set", "python bench/check_open_set.py DIR", "What `flatout check` says of public training scripts, each alarm judged by hand"),
-    ("data", "python bench/data.py", "What the data path brings: the loader alone and in training, beside a batch that is ready and other libraries"),
-    ("curves", "python bench/curves.py FOLDER", "Learning curves of a CIFAR-10 script, transforms one by one and batched: three seeds each"),
-    ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
-    ("search_simulator", "python bench/search_simulator.py", "How good a plan each way to search finds in a given time: simulated programs, intervals checked"),
-    ("batch", "python bench/batch.py", "How far the batch size called fastest is from the best of a sweep; accumulation as computed and as measured"),
-    ("memory_prediction", "python bench/memory_prediction.py [DIR]", "A step's peak memory, foretold without computing, beside the allocator's own events"),
-    ("what_ifs", "python bench/what_ifs.py", "What-if bounds of a profile beside what really removing the thing brings"),
-    ("zoo", "python bench/zoo.py", "Whether diagnosis names the fault that was planted: named first with its line, false alarms on healthy twins"),
-    ("scaling", "python bench/scaling.py --here", "Steps on many devices as `flatout scale` foretells them, beside published runs and ranks on this machine"),
-    ("loop", "python bench/loop.py", "What a loop costs that somebody else drives: `flatout.Loop` and other libraries beside the raw loop"),
-    ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
-    ("faults", "python bench/faults.py", "Saves that are killed at every point, lose power, are damaged: bad picks, and what torch.load reads without a word"),
-    ("fuzz", "python bench/fuzz.py --minutes 60", "Hostile and mutated files given to everything that opens one: code run, time, memory, how it was refused"),
-    ("resume", "python bench/resume.py --stall 120", "Trainings with the Loop killed at random until done: the same bits, lost steps, what saves cost"),
-    ("distributed", "python bench/distributed.py DIR", "Public scripts for one process as several ranks: divided or refused, and the course of their losses"),
-    ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
-    ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the save is what they had learned, bit for bit; its cost"),
-    ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they go on exactly, weights and lines; how fast"),
-    ("again_cost", "python bench/again_cost.py", "What the journal of exact resume costs a step, and how much of the step of public scripts that is"),
-    ("again_pace", "python bench/again_pace.py", "How fast the steps of a small model are gone through again, and whether the training goes on the same"),
-    ("traps", "python bench/traps.py", "Small programs that exact resume could get wrong, killed and typed again: exactly as undisturbed, or refused in words"),
-    ("again_checks", "python bench/again_checks.py", "Each check of exact resume switched off: which program, refused with it, then goes on wrongly"),
-    ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
-    ("launcher", "python bench/launcher.py", "What outlives a launcher of several ranks that is killed; whether the rank that failed first is named"),
+    ("overhead", "python bench/overhead.py", "The cost of attaching flatout: microseconds a step, seconds at start-up"),
+    ("transparent", "python bench/open_set.py DIR --transparent", "Whether attaching flatout changes anything: losses bit by bit, output, exit code"),
+    ("open_set", "python bench/open_set.py DIR --experts", "The speed-up from tuning public training scripts, measured again and compared with expert plans"),
+    ("time_to_accuracy", "python bench/time_to_accuracy.py DIR", "Complete trainings, plain and tuned: the final metric, and the time to reach a metric"),
+    ("check_open_set", "python bench/check_open_set.py DIR", "The findings of `flatout check` on public training scripts, each reviewed by hand"),
+    ("data", "python bench/data.py", "The speed-up of the data path, compared with a preloaded batch and other libraries: the loader by itself and in training"),
+    ("curves", "python bench/curves.py FOLDER", "Learning curves of a CIFAR-10 script with per-sample and batched transforms: three seeds each"),
+    ("regret", "python bench/regret.py", "How much slower the chosen plan is than the best plan of an exhaustive search"),
+    ("search_simulator", "python bench/search_simulator.py", "The quality of the plans that each search strategy finds in a given time, on simulated programs"),
+    ("batch", "python bench/batch.py", "How much slower the recommended batch size is than the best of a sweep; accumulation, computed and measured"),
+    ("memory_prediction", "python bench/memory_prediction.py [DIR]", "A step's peak memory, predicted without computing, compared with the allocator's events"),
+    ("what_ifs", "python bench/what_ifs.py", "The what-if bounds of a profile, compared with the measured speed-up from removing each bottleneck"),
+    ("zoo", "python bench/zoo.py", "Whether diagnosis reports a planted fault first, with its line; false alarms on the fixed versions"),
+    ("scaling", "python bench/scaling.py --here", "Step times on many devices predicted by `flatout scale`, compared with published runs and local ranks"),
+    ("loop", "python bench/loop.py", "The overhead of a training loop library: `flatout.Loop` and others, compared with the raw loop"),
+    ("loop_faults", "python bench/loop_faults.py", "Recovery of `flatout.Loop` from out-of-memory errors injected at hundreds of places, on one and two ranks"),
+    ("faults", "python bench/faults.py", "Checkpoints interrupted at every point, hit by power loss or damaged: wrong choices; silent errors of torch.load"),
+    ("fuzz", "python bench/fuzz.py --minutes 60", "Hostile and mutated input files for every parser: code executed, time, memory, error messages"),
+    ("resume", "python bench/resume.py --stall 120", "Trainings with the Loop, killed at random until done: bitwise equality, lost steps, the cost of checkpoints"),
+    ("distributed", "python bench/distributed.py DIR", "Public single-process scripts on several ranks: parallelised or rejected, and how their losses compare"),
+    ("exchange", "python bench/exchange.py", "Traffic between ranks: bytes and waiting time by codec and bucket size, and the loss with fewer exchanges"),
+    ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the checkpoint is correct, bit for bit; its cost"),
+    ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they resume exactly, weights and output; how fast"),
+    ("again_cost", "python bench/again_cost.py", "The cost of the journal of exact resume for each step, absolute and as a share of the steps of public scripts"),
+    ("again_pace", "python bench/again_pace.py", "How fast exact resume replays the steps of a small model, and whether the training continues the same"),
+    ("traps", "python bench/traps.py", "Small programs that are hard to resume exactly, killed and restarted: the undisturbed result, or a clear error"),
+    ("again_checks", "python bench/again_checks.py", "Each check of exact resume, disabled: which rejected program then resumes wrongly"),
+    ("two_hosts", "python bench/two_hosts.py", "A training over two hosts with link cuts and kills: continues, restarts or ends, and never hangs"),
+    ("launcher", "python bench/launcher.py", "Processes that outlive a killed launcher of several ranks; whether the first failed rank is identified"),
     ("supervise", "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",
-     "Programs that hang, die and are told to end under `--supervise`: named after how long, false alarms, orphans, cost"),
+     "Programs that hang, crash and receive SIGTERM under `--supervise`: time to detection, false alarms, orphans, cost"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
-    ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
-    ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
-    ("runs_gpu", "python bench/gpu/runs.py", "Whether it runs at all on a GPU: programs as they are, attached, under levers, interrupted, profiled, tuned"),
-    ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory, time, beside torch and Liger-Kernel"),
-    ("memory", "python bench/memory.py", "What saves memory and what it costs: activations computed again, accumulation in the Loop"),
-    ("memory_gpu", "python bench/gpu/memory.py", "Frontier of recompute and batch size, out of memory for real, the batch finder beside a sweep: a 124M GPT"),
-    ("ranks_gpu", "python bench/gpu/ranks.py", "Several ranks on one GPU beside one process: gradients, losses, and memory by kind, divided and whole"),
-    ("again_gpu", "python bench/gpu/again.py", "Exact resume on a GPU: plain scripts killed and gone on with"),
-    ("trust_gpu", "python bench/gpu/trust.py", "Saves on a GPU: trainings killed and gone on with, what saves cost, a program that runs out of memory"),
-    ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A profile on a GPU beside torch's events, sync debug mode, Nsight Compute; a leak, an out-of-memory"),
-    ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
-    ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
-    ("small", "python bench/gpu/small.py", "A network whose step waits for launches: as it is, the informed one-liners, flatout"),
+    ("explain", "python bench/explain.py", "Explanations of provoked failures, live and from their text, with tested fixes; recorded failures where a GPU is needed"),
+    ("kernels", "python bench/kernels.py", "Each kernel compared with its reference, torch.compile and the device's own roofline"),
+    ("runs_gpu", "python bench/gpu/runs.py", "Whether flatout works on a GPU: programs plain, attached, under levers, interrupted, profiled, tuned"),
+    ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory and time, compared with torch and Liger-Kernel"),
+    ("memory", "python bench/memory.py", "Memory savings and their cost: activation recomputation, accumulation in the Loop"),
+    ("memory_gpu", "python bench/gpu/memory.py", "A 124M GPT: trade-off of recompute and batch size, real out-of-memory errors, the batch finder and a sweep"),
+    ("ranks_gpu", "python bench/gpu/ranks.py", "Several ranks on one GPU, compared with one process: gradients, losses, and memory by kind, sharded and replicated"),
+    ("again_gpu", "python bench/gpu/again.py", "Exact resume on a GPU: plain scripts, killed and resumed"),
+    ("trust_gpu", "python bench/gpu/trust.py", "Checkpoints on a GPU: trainings killed and resumed, the cost of checkpoints, a program that runs out of memory"),
+    ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A profile on a GPU, compared with torch's events, sync debug mode and Nsight Compute; a leak, an out-of-memory error"),
+    ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the plain tutorial, common one-line optimisations, flatout"),
+    ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in float32: the plain script, common one-line optimisations, flatout"),
+    ("small", "python bench/gpu/small.py", "A launch-bound network: the plain script, common one-line optimisations, flatout"),
 )
 NEEDS_GPU = {"runs_gpu", "kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt", "small"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 
 def stamp(facts: Facts | None = None) -> dict[str, Any]:
-    """Device, versions, date and how busy the machine was when the benchmark began."""
+    """Returns device, versions, date, command and the load average when the benchmark starts."""
     facts = facts or look()
     gpus = [gpu.name for gpu in facts.gpus]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -109,7 +110,7 @@ def _slug(gpu: str) -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit in brackets, with a + where files differ from it; nothing where there is no git."""
+    """Returns the commit in brackets, with a + for modified files; empty without git."""
     try:
         short = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
         changed = subprocess.run(["git", "status", "--porcelain", "--", "src"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -132,7 +133,7 @@ def provenance_lines(made: Mapping[str, Any]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Cells are plain text; a bar inside one would end it."""
+    """Returns a Markdown table. Cells are plain text; a bar inside a cell becomes a slash."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
@@ -145,9 +146,9 @@ def result_paths(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) ->
 
 def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[str, Any], hidden: Mapping[str, str] | None = None,
                  folder: Path = RESULTS) -> tuple[Path, Path]:
-    """Write the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
+    """Writes the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
     if theme not in {each for each, _, _ in THEMES}:
-        raise ValueError(f"{theme} is not in THEMES: its page would be in no index")
+        raise ValueError(f"{theme} is missing in THEMES, so the index would not list its page; add it there")
     names = _hidden({**(hidden or {})})
     text, data = result_paths(theme, made, folder)
     write_whole(data, dense(_without({"theme": theme, "made": made, **raw}, names)))
@@ -158,14 +159,17 @@ def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[st
 
 
 def dense(record: Any) -> str:
-    """JSON with a line for each item, and one line for each list of numbers."""
+    """Returns JSON with a line for each item, and one line for each list of numbers."""
     return re.sub(r"\[[\s\d.eE,+-]+\]", lambda numbers: " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]"), json.dumps(record, indent=1)) + "\n"
 
 
 def some_or_all(doc: str | None, what: str) -> argparse.Namespace:
-    """What the command line of a benchmark of many things asks for. ``only``: names of some, whose rows are made anew; empty for all. ``out``: a folder."""
+    """Parses the command line of a benchmark with many entries.
+
+    ``only``: names of entries to measure again; empty for all. ``out``: a folder.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"names of {what}, with commas; rows of others are kept as they were")
+    parser.add_argument("--only", default="", help=f"measure only these {what}, separated by commas; keep the rows of the others")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     asked = parser.parse_args()
     asked.only = set(filter(None, asked.only.split(",")))
@@ -173,7 +177,7 @@ def some_or_all(doc: str | None, what: str) -> argparse.Namespace:
 
 
 def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> dict[str, Any]:
-    """What an earlier run of this month has left, or nothing."""
+    """Returns the result of an earlier run of this month; empty if there is none."""
     data = read_json(result_paths(theme, made, folder)[1])
     return data if isinstance(data, dict) else {}
 
@@ -200,19 +204,20 @@ def _without(thing: Any, names: Mapping[str, str]) -> Any:
 
 
 def write_index(folder: Path = RESULTS) -> None:
-    """``README.md`` of the results: one row for each page there is, and one for each benchmark that has none."""
+    """Writes ``README.md`` of the results: a row for each page, and one for each benchmark without a page."""
     rows = []
     for theme, command, question in THEMES:
         records = {path: read_json(path) or {} for path in sorted(folder.glob(f"{theme}_*.json"), reverse=True)}
-        found = {path: data.get("made", {}) for path, data in records.items() if data.get("theme") == theme}  # one theme's name may begin another's
+        # The name of one theme may be a prefix of another.
+        found = {path: data.get("made", {}) for path, data in records.items() if data.get("theme") == theme}
         for path, made in found.items():
             page = path.with_suffix(".md").name
             rows.append((theme, question, made.get("device", "?"), made.get("date", "?")[:10], f"[{page}]({page})", f"`{command}`"))
         if not found:
-            rows.append((theme, question, "a CUDA GPU is needed" if theme in NEEDS_GPU else "any", "*not run*", "", f"`{command}`"))
+            rows.append((theme, question, "needs a CUDA GPU" if theme in NEEDS_GPU else "any", "*not run*", "", f"`{command}`"))
     text = (
-        "# Results\n\nWritten by the benchmarks themselves; each page says device, versions, n, spread, baseline and date, and the JSON beside\n"
-        "it holds the raw records. A benchmark without a row of figures has not been run: nothing here is estimated.\n\n"
+        "# Results\n\nThe benchmarks write these pages. Each page states device, versions, n, spread, baseline and date; the JSON file\n"
+        "next to it holds the raw records. A benchmark without figures has not been run: no figure is an estimate.\n\n"
         f"{markdown_table(COLUMNS_OF_INDEX, rows)}\n"
     )
     write_whole(folder / "README.md", text)

@@ -1,24 +1,33 @@
-"""Training on many devices as others have published it, and what a prediction of it may know: hardware, batch, parameters, and the time of one device.
+"""Published trainings on many devices, and the inputs of a prediction of each.
 
-Where a publication does not say how a step divides, forward is one third of forward and backward, and the optimizer is in neither: it is left at 0, which
-makes no strategy better. Two runs set a constant each and are not counted: ResNet-50 on 2 V100 sets ``OVERHEAD`` of `flatout scale`, BERT-large in float32 on
-8 V100 the contention of NVLink. Nothing was fitted to any other figure here.
+The inputs are hardware, batch, parameters, and the time of one device. If a publication does not say how a
+step divides, forward is one third of forward and backward. The optimizer time is left at 0, which favours no
+strategy. Two runs set one constant each and are not counted: ResNet-50 on 2 V100 sets ``OVERHEAD`` of
+`flatout scale`, BERT-large in float32 on 8 V100 sets the contention of NVLink. Nothing was fitted to any
+other figure here.
 
 Sources
-    [ddp]    pytorch/pytorch, benchmarks/distributed/ddp/README.md, commit bf69c14: torch 1.4, DGX-1 with 8 V100 each, 4 x 100 Gb/s InfiniBand a machine, p50
-    [dle-r]  NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md: NGC 21.03; DGX A100 (8 A100 80 GB), DGX-1 (8 V100 16 GB);
-             gradients in float32 under native AMP too; images a GPU from ConvNets/configs.yml
+    [ddp]    pytorch/pytorch, benchmarks/distributed/ddp/README.md, commit bf69c14: torch 1.4, DGX-1 with 8
+             V100 each, 4 x 100 Gb/s InfiniBand a machine, p50
+    [dle-r]  NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md: NGC 21.03;
+             DGX A100 (8 A100 80 GB), DGX-1 (8 V100 16 GB); gradients in float32 under native AMP too; images
+             a GPU from ConvNets/configs.yml
     [dle-x]  the same, ConvNets/resnext101-32x4d/README.md
-    [dle-b]  NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/README.md, commit 23a6382: NGC 19.07, fine-tuning of BERT-large (SQuAD), DGX-1 (8 V100
-             16 GB) and DGX-2 (16 V100 32 GB); mixed precision has gradients in float16 (apex)
-    [gpt]    rasbt/LLMs-from-scratch, ch05/10_llm-training-speed: GPT-2 124M with an output layer of its own, all in bfloat16, 32 x 1024 tokens, 4 A100. DDP
-             wraps a compiled model, so all gradients come at the end of one compiled backward (docs.pytorch.org, torch.compiler_faq, "Do you support
-             Distributed code?") and nothing overlaps. Its tokens/s hold an evaluation (two forward passes): every 10 steps on one GPU, every 5 on four. The
-             links are not named
-    [titan]  pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (arXiv 2410.06511): Llama 3.1 8B, 2 x 8192 tokens a GPU, FSDP2 (bfloat16 gathered,
-             float32 reduced), 8 H100 a host, 400 Gb/s a GPU. The figure is 128 GPUs against 8: one GPU alone cannot hold it
-    [trainy] pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the same model in float8 (gathered too), 8 H200 a host, 64 against 32
-Parameters: torchvision's documentation (ResNet, ResNeXt), Devlin et al. 2018 and its SQuAD head (BERT-large), Llama 3.1 model card.
+    [dle-b]  NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/README.md, commit 23a6382: NGC 19.07,
+             fine-tuning of BERT-large (SQuAD), DGX-1 (8 V100 16 GB) and DGX-2 (16 V100 32 GB); mixed
+             precision has float16 gradients (apex)
+    [gpt]    rasbt/LLMs-from-scratch, ch05/10_llm-training-speed: GPT-2 124M with an output layer of its own,
+             all in bfloat16, 32 x 1024 tokens, 4 A100. DDP wraps a compiled model, so all gradients come at
+             the end of one compiled backward (docs.pytorch.org, torch.compiler_faq, "Do you support
+             Distributed code?") and nothing overlaps. Its tokens/s include an evaluation (two forward
+             passes): every 10 steps on one GPU, every 5 on four. The publication does not name the links
+    [titan]  pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (arXiv 2410.06511): Llama 3.1 8B,
+             2 x 8192 tokens a GPU, FSDP2 (bfloat16 gathered, float32 reduced), 8 H100 a host, 400 Gb/s a GPU.
+             The figure compares 128 GPUs with 8: the model does not fit on one
+    [trainy] pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the same model in
+    float8 (gathered too), 8 H200 a host, 64 compared with 32
+Parameters: torchvision's documentation (ResNet, ResNeXt), Devlin et al. 2018 and its SQuAD head (BERT-large),
+Llama 3.1 model card.
 """
 
 from __future__ import annotations
@@ -43,9 +52,10 @@ LLAMA_TOKENS = 2 * 8192
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """``alone_ms`` is a step on ``base`` devices, ``efficiency`` as published, on ``devices`` against ``base``.
+    """A published run: ``alone_ms`` is a step on ``base`` devices, ``efficiency`` that of ``devices``.
 
-    ``gathered`` and ``reduced`` are bytes a parameter. ``outside_ms`` is time in the published figure that is no training: of the few, and of the many.
+    ``gathered`` and ``reduced`` are bytes a parameter. ``outside_ms`` is time in the published figure other
+    than training: on ``base`` and on ``devices``.
     """
 
     name: str
@@ -65,11 +75,11 @@ class Run:
     note: str = ""
 
     def without_links(self, overhead: float) -> float:
-        """What one would say who knew nothing of bytes: overhead alone."""
+        """Returns the efficiency from the overhead alone, without any knowledge of bytes."""
         return 1.0 if self.base > 1 else 1 / (1 + overhead)
 
     def predicted(self, overhead: float) -> float:
-        """Efficiency on ``devices`` against ``base``."""
+        """Returns the efficiency on ``devices`` relative to ``base``."""
         parameters = PARAMETERS[self.model]
         alone_ms = self.alone_ms - self.outside_ms[0]
         work = Work(Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0), evenly(self.reduced * parameters), self.gathered * parameters, overhead=overhead,
@@ -90,7 +100,7 @@ SETS_OVERHEAD = Run("ResNet-50, 2 V100", "ddp", "ResNet-50", V100, 2, 97.0, 97 /
 SETS_CONTENTION = Run("BERT-large float32, 8 V100, batch 4", "dle-b", "BERT-large", V100, 8, 4000 / 8.96, 64.64 / 8.96 / 8, counted=False,
                       note="sets the contention of NVLink")
 GPT_MS = 1000 * 32 * 1024 / 142156
-GPT_FORWARD_MS = GPT_MS / 3 / (1 + 0.2 / 3)  # of a step that has a fifth of two forward passes beside it
+GPT_FORWARD_MS = GPT_MS / 3 / (1 + 0.2 / 3)  # a step includes a fifth of two forward passes
 
 
 def _gpt(name: str, fabric: Fabric) -> Run:

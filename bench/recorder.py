@@ -1,11 +1,12 @@
-"""Runs a script as ``__main__`` with seeds set and writes down its losses, and knows nothing of flatout.
+"""Runs a script as ``__main__`` with seeds set and records its losses. Independent of flatout.
 
     python recorder.py LOG COUNT [-m] SCRIPT [ARGUMENT...]
 
-``random``, numpy and torch are seeded with 0, each as it has been imported. Every call of ``torch.autograd.backward``
-(``Tensor.backward`` goes through it) adds a line to LOG: the loss as a hexadecimal float, or the mean of each, added up,
-where several are given. After COUNT backward passes the process ends; with COUNT 0 the script comes to its own end.
-Only the process that was started writes: loader workers, and whatever else the script starts, are left alone.
+It seeds ``random``, numpy and torch with 0 when the script imports them. Every call of
+``torch.autograd.backward`` (which ``Tensor.backward`` uses) adds a line to LOG: the loss as a hexadecimal
+float, or the sum of the means of several losses. The process ends after COUNT backward passes; with COUNT 0
+the script runs to its end. Only the started process writes: loader workers and other subprocesses of the
+script are not recorded.
 """
 
 import os

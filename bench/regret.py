@@ -1,16 +1,17 @@
-"""How far the plan that flatout chooses is from the best one: regret = best / chosen - 1, in speed.
+"""Measures how much slower flatout's chosen plan is than the best one: regret = best / chosen - 1, in speed.
 
-For each program: `flatout tune` with a moderate budget gives the chosen plan. Apart from it, every combination of the values that
-the program allows is tried (threads, malloc, fused_optimizer, channels_last, gc_pause, loader: off, or the likeliest value; two values of
-malloc). Each combination is a fresh program; they take turns with the plain one, some at a time.
-The fastest few of them (the plain program counts as 1.00) then meet the chosen plan in fresh pairs of processes, three pairs each,
-block by block.
+For each program, `flatout tune` with a moderate budget gives the chosen plan. Independently, the bench tries
+every combination of the values that the program allows (threads, malloc, fused_optimizer, channels_last,
+gc_pause, loader: off, or the most likely value; two values of malloc). Each combination is a fresh program; a
+few at a time run interleaved with the plain one. Fresh pairs of processes then compare the fastest few (the
+plain program counts as 1.00) with the chosen plan, three pairs each, block by block.
 
-Reported: speed over the chosen plan's, median over pairs with a 95 % interval (bootstrap over pairs and rounds). The fastest of
-several noisy finalists looks faster than it is, so where one was faster than the chosen plan it meets that plan once more, in twice as
-many fresh pairs, and only this meeting counts: the regret is its ratio minus 1. It is 0 where no finalist was faster. Goal: at most 5 %.
-Programs: the examples of the repository and those in bench/programs; baseline of the speeds: the plain program. There are 12 to 96
-combinations a program, each about eight seconds: an hour or more for all of them. What is done is kept, and skipped the next time.
+Reported: speed over the chosen plan's, the median over pairs with a 95 % interval (bootstrap over pairs and
+rounds). The fastest of several noisy finalists looks faster than it is. So a finalist that beats the chosen
+plan runs against it once more, in twice as many fresh pairs, and only this comparison counts: the regret is
+its ratio minus 1. The regret is 0 if no finalist was faster. Goal: at most 5 %. Programs: the examples of the
+repository and those in bench/programs; baseline of the speeds: the plain program. A program has 12 to 96
+combinations of about eight seconds each: an hour or more in total. A restart skips the finished programs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from flatout.tune.arena import Arena, Entrant, ask_options
 from flatout.tune.session import plan_of
 from flatout.tune.together import Member, Seen, take_turns
 
-# Long enough never to end by itself while it is measured.
+# Long enough never to end by itself during a measurement.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "linear": ("examples/linear.py", "--steps", "100000000"),
     "mlp": ("examples/mlp.py", "--epochs", "1000000"),
@@ -55,15 +56,16 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "many_small": ("bench/programs/many_small.py",),
     "unet": ("bench/programs/unet.py",),
 }
-SEARCHED = {"threads": 1, "malloc": 2, "fused_optimizer": 1, "channels_last": 1, "gc_pause": 1, "loader": 1}  # how many values of each, the likeliest first
+# The number of values of each, the most likely first.
+SEARCHED = {"threads": 1, "malloc": 2, "fused_optimizer": 1, "channels_last": 1, "gc_pause": 1, "loader": 1}
 FINALISTS = 3
-TOGETHER = 6  # programs that are held ready at once
+TOGETHER = 6  # programs kept ready at once
 RACE_S, TURNS = 3.0, 1000  # for each program of a group; the clock ends them
 GOAL = 0.05
 
 
 def space(answers: dict[str, Any], searched: Mapping[str, int]) -> list[Plan]:
-    """Every combination of the searched levers that apply, the plain program among them."""
+    """Returns every combination of the searched levers that apply, including the plain program."""
     axes: list[list[Choice | None]] = []
     for lever in TABLE:
         answer = answers.get(lever.name, {})
@@ -87,7 +89,7 @@ def groups(plans: Sequence[Plan]) -> Iterable[Sequence[Plan]]:
 
 
 def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts) -> list[dict[str, Any]]:
-    """Each plan against a plain program that was started with its group, in turns. A plan that fails is named with its reason."""
+    """Compares each plan with a plain program of the same group, interleaved. A failed plan gets a reason."""
     found: list[dict[str, Any]] = []
     for group in groups(plans):
         arena = Arena(command, job, facts)
@@ -114,7 +116,7 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
 
 
 def speed(entry: dict[str, Any]) -> float:
-    """Of a screened combination; 0 where it did not come through."""
+    """Returns the speed of a screened combination; 0 if it failed."""
     return float(entry["ratio"]["median"]) if entry["ratio"] else 0.0
 
 
@@ -154,15 +156,15 @@ def measure_program(name: str, budget_s: float, facts: Facts, pairs: int, finali
 
 
 def fastest(finals: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The finalist that was faster than the chosen plan, by the most; None where none was."""
+    """Returns the finalist that beat the chosen plan by the most; None if none did."""
     faster = [final for final in finals if final["ratio"] and final["ratio"]["median"] > 1]
     return max(faster, key=lambda final: final["ratio"]["median"], default=None)
 
 
 def regret_of(finals: Sequence[dict[str, Any]], last: dict[str, Any] | None) -> dict[str, Any]:
-    """From the last meeting of the fastest finalist and the chosen plan; none where no meeting came through."""
+    """Returns the regret from the last comparison of the fastest finalist with the chosen plan, or None."""
     if not any(final["ratio"] for final in finals) or (last and not last["ratio"]):
-        return {"regret": None, "regret_low": None, "regret_high": None, "best": "no other combination came through"}
+        return {"regret": None, "regret_low": None, "regret_high": None, "best": "all other combinations failed"}
     low, middle, high = (last["ratio"][key] - 1 if last else 0.0 for key in ("low", "median", "high"))
     return {"regret": max(0.0, middle), "regret_low": max(0.0, low), "regret_high": max(0.0, high),
             "best": last["plan"] if last and middle > 0 else "the chosen plan"}
@@ -190,18 +192,18 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
                      percent(entry), verdict(entry)))
         finals += [(name, final["plan"], spell(final["screened"]), spell(final["ratio"]), final["failure"]) for final in entry["finals"]]
         if entry["last"]:
-            finals.append((name, entry["last"]["plan"], "-", spell(entry["last"]["ratio"]), f"once more {entry['last']['failure']}"))
+            finals.append((name, entry["last"]["plan"], "-", spell(entry["last"]["ratio"]), f"repeated {entry['last']['failure']}"))
     measured = [entry for entry in programs.values() if entry["status"] == "measured" and entry["regret"] is not None]
     parts = ["# Regret of the chosen plan\n",
              "Regret = speed of the best combination over the chosen plan's, minus 1; fresh pairs of processes, interleaved; 95 % intervals.\n",
-             markdown_table(("program", "chosen plan", "against plain, as the session says", "combinations tried", "best of all", "regret",
+             markdown_table(("program", "chosen plan", "relative to plain, in the session", "combinations tried", "best combination", "regret",
                              f"goal of at most {GOAL:.0%}"), rows)]
     if measured:
         worst = max(measured, key=lambda entry: entry["regret"])
         mean = sum(entry["regret"] for entry in measured) / len(measured)
         budgets = ", ".join(sorted({f"{entry['budget_s']:g} s" for entry in measured}))
         parts.append(f"\nPrograms measured: {len(measured)}. Mean regret {mean:.1%}, largest {worst['regret']:.1%}. Budget for tuning: {budgets}.")
-    header = ("program", "combination", "against plain, screened", "against the chosen plan, fresh pairs", "remark")
+    header = ("program", "combination", "relative to plain, screened", "relative to the chosen plan, fresh pairs", "remark")
     parts += ["\n## The finalists\n", markdown_table(header, finals)]
     return "\n".join(parts)
 
@@ -211,24 +213,24 @@ def main() -> None:
     parser.add_argument("--budget", default="3m", help="time to tune each program (default 3m)")
     parser.add_argument("--only", default="", help=f"only these programs, separated by commas: {', '.join(PROGRAMS)}")
     parser.add_argument("--pairs", type=int, default=3, help="fresh pairs for each finalist (default 3)")
-    parser.add_argument("--finalists", type=int, default=FINALISTS, help="how many combinations meet the chosen plan again (default 3)")
+    parser.add_argument("--finalists", type=int, default=FINALISTS, help="number of combinations to compare with the chosen plan again (default 3)")
     parser.add_argument("--levers", default=",".join(SEARCHED), help="search only these, of " + ", ".join(SEARCHED))
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     budget_s = Duration().convert(args.budget, None, None)
     wanted = [word for word in args.only.split(",") if word] or list(PROGRAMS)
     if unknown := set(wanted) - set(PROGRAMS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}")
+        parser.error(f"unknown program {', '.join(sorted(unknown))}")
     searched = {lever: SEARCHED[lever] for lever in args.levers.split(",") if lever in SEARCHED}
     if len(searched) < len(args.levers.split(",")):
-        parser.error(f"--levers takes some of {', '.join(SEARCHED)}")
+        parser.error(f"--levers accepts some of {', '.join(SEARCHED)}")
     facts = look()
     made = stamp(facts)
     done = read_result("regret", made, args.out).get("programs", {})
     for name in wanted:
         if not (ROOT / PROGRAMS[name][0]).is_file():
-            print(f"{name}: left out, {PROGRAMS[name][0]} is not there", flush=True)
+            print(f"{name}: skipped, because {PROGRAMS[name][0]} does not exist", flush=True)
             continue
         if name in done and not args.again and done[name]["status"] != "failed":
             continue

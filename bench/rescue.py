@@ -1,13 +1,16 @@
-"""Public scripts that were not written to be saved, killed under `flatout run --rescue`: is what was kept what they had learned?
+"""Kills public scripts under `flatout run --rescue` and checks that the rescued weights are correct.
 
-DIR holds ``set.json`` as for ``open_set.py``; the scripts run from a copy of DIR's folders, unedited. Each is ended three times, some seconds after its
-first save: by SIGTERM, by an exception at whatever instruction it happens to be (raised by a handler of SIGUSR2), and by SIGKILL. Then `flatout rescue --to`
-writes the newest save, and the lines that it prints are executed among the variables of the script in a fresh process.
+DIR holds ``set.json`` as for ``open_set.py``. The scripts run unedited, from a copy of DIR's folders. Each
+ends three times, some seconds after its first checkpoint: by SIGTERM, by an exception at an arbitrary
+instruction (raised by a handler of SIGUSR2), and by SIGKILL. Then `flatout rescue --to` writes the newest
+checkpoint, and a fresh process executes the lines that it prints among the variables of the script.
 
-The proof knows nothing of flatout (``programs/rescue_site``): the same script, undisturbed and without flatout, writes the SHA-256 of each weight after each
-step. All weights of the step that the save names must be among those that were loaded, and those of the steps beside it must not.
+The reference is independent of flatout (``programs/rescue_site``): the same script, undisturbed and without
+flatout, writes the SHA-256 of each weight after each step. All weights of the checkpoint's step must be among
+the loaded ones; those of the adjacent steps must not.
 
---cost measures what keeping costs instead: in one process, blocks of steps without flatout, with, with, without; median over rounds.
+--cost measures the cost instead: in one process, blocks of steps without flatout, with, with, without; median
+over rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ SITE = HERE / "programs" / "rescue_site"
 COST = HERE / "programs" / "rescue_cost.py"
 HOW = {"SIGTERM": signal.SIGTERM, "exception": signal.SIGUSR2, "SIGKILL": signal.SIGKILL}
 FIRST_SAVE_S, END_S, TRACE_S = 180.0, 60.0, 420.0
-TERMINAL = pty.openpty()[1]  # some scripts ask it for its size as they are imported
+TERMINAL = pty.openpty()[1]  # some scripts query its size during import
 SIZES = {"0.3 ms": (32, 1), "2 ms": (256, 8), "20 ms": (1024, 12)}  # name -> width, layers
 
 
@@ -63,7 +66,7 @@ def wait_for(condition: Any, limit_s: float) -> bool:
 
 
 def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: random.Random) -> dict[str, Any]:
-    """One run that is ended; what was kept of it is in ``place``."""
+    """Runs and ends the script once; ``place`` holds its checkpoint."""
     shutil.rmtree(folder / ".flatout", ignore_errors=True)
     command = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--rescue", *script["argv"]]
     with open(place / f"{how}.out", "wb") as out, open(place / f"{how}.err", "wb") as err:
@@ -71,7 +74,7 @@ def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: rand
                                    start_new_session=True)
         try:
             if not wait_for(lambda: list(folder.glob(".flatout/*/rescue/step-*")) or process.poll() is not None, FIRST_SAVE_S) or process.poll() is not None:
-                limit = f"no step and save within {FIRST_SAVE_S:.0f} s" if process.poll() is None else f"it ended: {last_line(place / f'{how}.err')}"
+                limit = f"no step with a checkpoint within {FIRST_SAVE_S:.0f} s" if process.poll() is None else f"it ended: {last_line(place / f'{how}.err')}"
                 return {"how": how, "why": limit}
             time.sleep(rng.uniform(2.0, 6.0))
             began = time.monotonic()
@@ -97,11 +100,11 @@ def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: rand
 
 def last_line(path: Path) -> str:
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "no output"
 
 
 def undisturbed(script: dict[str, Any], folder: Path, place: Path, count: int, by_hand: bool) -> list[set[str]]:
-    """The weights after each step of the script by itself."""
+    """Returns the weights after each step of the undisturbed script."""
     trace = place / "trace"
     more = {"RESCUE_TRACE": str(trace), "RESCUE_COUNT": str(count), **({"RESCUE_BY_HAND": "1"} if by_hand else {})}
     with open(place / "trace.out", "wb") as out, open(place / "trace.err", "wb") as err:
@@ -113,7 +116,7 @@ def undisturbed(script: dict[str, Any], folder: Path, place: Path, count: int, b
 
 
 def loaded(script: dict[str, Any], folder: Path, place: Path, how: str) -> set[str] | None:
-    """The weights of the script in a fresh process after the printed lines."""
+    """Returns the weights of the script in a fresh process that executed the printed lines."""
     lines = place / f"{how}.py"
     with open(place / f"{how}.loading", "wb") as out:
         process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, RESCUE_LOAD=str(lines)), stdin=TERMINAL, stdout=out,
@@ -125,20 +128,20 @@ def loaded(script: dict[str, Any], folder: Path, place: Path, how: str) -> set[s
 
 
 def judged(run: dict[str, Any], trace: list[set[str]], weights: set[str] | None, optimizers: int) -> dict[str, Any]:
-    """``verdict``: same, differs, or what is missing for one."""
+    """Returns the verdict: same, differs, or failed with the reason."""
     if weights is None:
         return {**run, "verdict": "failed", "why": "the printed lines could not be executed"}
     events = max(optimizers, 1)
     place = run["step"] * events - 1
     if run["updated"]:
         near = [at for at in range(place, min(place + events, len(trace))) if trace[at] <= weights]
-        return {**run, "verdict": "same" if near else "differs", "why": "inside a step, and said so"}
+        return {**run, "verdict": "same" if near else "differs", "why": "inside a step, as reported"}
     if place >= len(trace) or not trace[place]:
-        return {**run, "verdict": "failed", "why": f"the undisturbed run came to {len(trace)} of {place + 1} steps"}
+        return {**run, "verdict": "failed", "why": f"the undisturbed run reached {len(trace)} of {place + 1} steps"}
     if not trace[place] <= weights:
         return {**run, "verdict": "differs", "why": f"weights of another step: {[at for at, each in enumerate(trace) if each <= weights]} instead of {place}"}
     beside = [at for at in (place - events, place + events) if 0 <= at < len(trace) and trace[at] <= weights]
-    return {**run, "verdict": "differs" if beside else "same", "why": f"also those of {beside}" if beside else f"{len(trace[place])} weights, bit for bit"}
+    return {**run, "verdict": "differs" if beside else "same", "why": f"also the weights of step {beside}" if beside else f"{len(trace[place])} weights, bit for bit"}
 
 
 def measure(script: dict[str, Any], home: Path, rng: random.Random) -> dict[str, Any]:
@@ -165,12 +168,12 @@ def page(scripts: dict[str, Any], cost: list[dict[str, Any]]) -> str:
             rows.append((name, run["how"], run.get("exit_code", "-"), f"{run['took_s']:.1f}" if "took_s" in run else "-", at,
                          ", ".join(run.get("holds", ())), f"{run['bytes'] / 2**20:.2f}" if "bytes" in run else "-", run["verdict"], run.get("why", "")))
     same = sum(run["verdict"] == "same" for script in scripts.values() for run in script["runs"])
-    parts = ["# Rescue of public scripts\n", f"{same} of {len(rows)} saves hold the weights of their step, bit for bit.\n",
-             markdown_table(("script", "ended by", "exit code", "s until it ended", "step", "kept", "MiB", "weights", "why"), rows)]
+    parts = ["# Rescue of public scripts\n", f"{same} of {len(rows)} checkpoints hold the weights of their step, bit for bit.\n",
+             markdown_table(("script", "ended by", "exit code", "s until it ended", "step", "contents", "MiB", "weights", "why"), rows)]
     if cost:
-        parts.append("\n## What it costs\n\nOne process; blocks without, with, with, without; processor time of a step. Saves: what the training waited for "
-                     "them and what the writing thread worked, as a share of the time, at the intervals that were chosen (goal: at most 1 %).\n")
-        parts.append(markdown_table(("step", "plain, us", "heard, us a step", "of a step", "A/A, us", "rounds", "saves", "of the time"), [
+        parts.append("\n## Cost\n\nOne process; blocks without, with, with, without; processor time of a step. Checkpoints: the waiting time of the training "
+                     "plus the working time of the writing thread, as a share of the time, at the chosen intervals (goal: at most 1 %).\n")
+        parts.append(markdown_table(("step", "plain, us", "cost of the hooks, us a step", "share of a step", "A/A, us", "rounds", "checkpoints", "share of the time"), [
             (each["size"], f"{each['plain_us']:,.0f}", f"{each['cost_us']:+.1f}", f"{each['cost_us'] / each['plain_us']:+.2%}", f"{each['aa_us']:+.1f}",
              len(each["rounds"]), each["saves"], f"{each['share']:.2%}") for each in cost]))
     return "\n".join(parts)
@@ -184,29 +187,29 @@ def measure_cost(seconds: float) -> list[dict[str, Any]]:
                      "--layers", str(layers), "--seconds", str(seconds)]
             done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=900, check=False)
         if done.returncode:
-            raise SystemExit(f"rescue: the program that measures costs failed:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"rescue: the measuring program failed:\n{done.stderr[-2000:]}")
         told = json.loads(done.stdout.splitlines()[-1])
         rounds = told["rounds"]
         found.append({"size": size, "plain_us": median((a + d) / 2 for a, _, _, d in rounds), "cost_us": median((b + c - a - d) / 2 for a, b, c, d in rounds),
                       "aa_us": median(d - a for a, _, _, d in rounds), **told})
-        print(f"  {size}: {found[-1]['cost_us']:+.1f} us a step, saves {found[-1]['share']:.2%}", file=sys.stderr, flush=True)
+        print(f"  {size}: {found[-1]['cost_us']:+.1f} us a step, checkpoints {found[-1]['share']:.2%}", file=sys.stderr, flush=True)
     return found
 
 
 def main() -> None:
     global FIRST_SAVE_S, TRACE_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where set.json is")
-    parser.add_argument("--only", default="", help="names of scripts, with commas")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments at which scripts are ended (default 0)")
-    parser.add_argument("--cost", action="store_true", help="measure what it costs; rows of scripts are kept as they were")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long each size measures its costs (default 20)")
-    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="until a script has ended its first step (default 180)")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder that holds set.json")
+    parser.add_argument("--only", default="", help="run only these scripts, separated by commas")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random end times (default 0)")
+    parser.add_argument("--cost", action="store_true", help="measure the cost; keep the rows of the scripts")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measuring time for each size (default 20)")
+    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="timeout for a script's first step (default 180)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     FIRST_SAVE_S, TRACE_S = args.patience, max(TRACE_S, 2.5 * args.patience)
     if args.folder is None and not args.cost:
-        parser.error("name the folder of set.json, or --cost")
+        parser.error("give the folder that holds set.json, or --cost")
     made = stamp()
     known = read_result("rescue", made, args.out)
     scripts, cost = dict(known.get("scripts", {})), list(known.get("cost", ()))

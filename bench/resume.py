@@ -1,16 +1,21 @@
-"""Trainings with `flatout.Loop` that are killed again and again, each until it is done, and compared with the same training undisturbed.
+"""Kills trainings with `flatout.Loop` until they are done, and compares them with the undisturbed training.
 
-Each training is drawn by a seed: loader workers 0, 2 or 4, forked or spawned, persistent or not, shuffled, augmented from torch, random, numpy and a
-generator of the data set's own, accumulated, one or two ranks (gloo), optimizer, clipping, the interval between saves. Its process is killed (SIGKILL, with
-its loader workers) at a random moment, and started again by the same call, unattended, until it has ended by itself. Then SHA-256 of weights, buffers,
-optimizer, scheduler, an average of the weights and all random states, of each rank, must be that of the run that nobody has killed.
+A seed determines each training: loader workers 0, 2 or 4, forked or spawned, persistent or not, shuffled,
+augmented from torch, random, numpy and a generator of the data set, accumulated, one or two ranks (gloo),
+optimizer, clipping, the checkpoint interval. SIGKILL hits its process, with its loader workers, at a random
+moment, and the same call starts it again, unattended, until it ends by itself. Then the SHA-256 of weights,
+buffers, optimizer, scheduler, an average of the weights and all random states, for each rank, must equal that
+of the undisturbed run.
 
-    kills         processes that were killed before they had ended
-    lost steps    steps that were done when it was killed, and had to be done again. With an interval of n at most 2 n: the last save may not be finished yet
-    unrecovered   trainings that did not come to an end: an error, a hang, a save that was refused
+    kills         processes that were killed before their end
+    lost steps    steps that were complete before a kill and had to be repeated. With an interval of n, at
+                  most 2 n: the last checkpoint may be unfinished
+    unrecovered   trainings that did not finish: an error, a hang, a rejected checkpoint
 
-With --stall what saves cost, and --kills 0 keeps the trainings that are there: in one process, rounds of four blocks of steps, without saves, with saves at
-the interval that the Loop chooses, with, without, and the Saver's own books. What is still being written at the end of a block belongs to it.
+--stall measures the cost of checkpoints (--kills 0 keeps the existing trainings). One process runs rounds of
+four blocks of steps: without checkpoints, with checkpoints at the interval that the Loop chooses, with,
+without. It also reads the Saver's own statistics. A checkpoint that is still being written at the end of a
+block belongs to that block.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 
 sys.path.insert(0, str(HERE / "programs"))
 
-PATIENCE_S = 90.0  # of one life
+PATIENCE_S = 90.0  # of one start
 LONGEST_LIFE_S = 0.9
 MOST_LIVES = 60  # of one training
 GOAL = 1000
@@ -43,7 +48,7 @@ STATES = (("small", 64, 2, 64), ("60 MB", 1300, 3, 64), ("60 MB, large steps", 1
 
 
 class Life:
-    """The processes of one start of a training, one a rank, each the first of a session of its own."""
+    """The processes of one start of a training, one for each rank, each in a separate session."""
 
     def __init__(self, setting: Any, folder: Path, scratch: Path) -> None:
         from resuming import Told
@@ -78,7 +83,7 @@ class Life:
             os._exit(code)
 
     def wait(self, until_s: float) -> bool:
-        """Whether all ranks have ended by themselves before that moment."""
+        """Returns whether all ranks end by themselves before that time."""
         while self.left:
             for pid in list(self.left):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -90,7 +95,7 @@ class Life:
         return True
 
     def kill(self, draw: random.Random) -> None:
-        """One rank, then what is left, and the loader workers of both."""
+        """Kills one rank, then the remaining ranks, and the loader workers of both."""
         order = draw.sample(self.pids, len(self.pids))
         for pid in order:
             try:
@@ -113,7 +118,7 @@ class Life:
 
 
 def undisturbed(setting: Any, scratch: Path) -> tuple[list[str], float, str]:
-    """Digests of the ranks, seconds, and what went wrong."""
+    """Returns the digests of the ranks, the seconds, and the failure."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
     began = time.monotonic()
     life = Life(setting, folder, scratch)
@@ -128,11 +133,11 @@ def undisturbed(setting: Any, scratch: Path) -> tuple[list[str], float, str]:
 
 
 def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, Any]:
-    """One training, killed until it is done, or so often at most."""
+    """Runs one training and kills it until it is done, or until the limit of starts."""
     draw = random.Random(f"kills {setting.seed}")
     expected, whole_s, wrong = undisturbed(setting, scratch)
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    kills, lost, longest = 0, [], min(LONGEST_LIFE_S if setting.start == "fork" else 12.0, 0.8 * whole_s)  # the first one is to be killed
+    kills, lost, longest = 0, [], min(LONGEST_LIFE_S if setting.start == "fork" else 12.0, 0.8 * whole_s)  # early enough to kill the first start
     before: int | None = None
     while not wrong:
         life = Life(setting, folder, scratch)
@@ -141,7 +146,7 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
         if not ended:
             life.kill(draw)
         resumed = life.told.get(0, 1)
-        if life.told.get(0, 0) or ended:  # it came to train: where it began is known
+        if life.told.get(0, 0) or ended:  # it trained, so its first step is known
             if before is not None:
                 lost.append(before - max(resumed, 0))
             before = max(life.told.get(rank, 0) for rank in range(setting.ranks)) or before
@@ -155,13 +160,13 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
             wrong = "it hangs"
             break
         kills += 1
-        longest *= 1.05  # whatever a life costs, the training comes forward
+        longest *= 1.05  # ensures progress whatever a start costs
     shutil.rmtree(folder, ignore_errors=True)
     return {**setting.to_json(), "kills": kills, "lost": lost, "whole_s": round(whole_s, 2), "wrong": wrong}
 
 
 def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, out: Path, scratch: Path) -> None:
-    """In a process of its own: until its share of kills is done. A line of JSON for each training."""
+    """Runs in a separate process until its share of kills is done. Writes a JSON line for each training."""
     from resuming import drawn
 
     done = 0
@@ -176,7 +181,7 @@ def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, ou
 
 
 def warm() -> None:
-    """What every life would import is there before it is forked; nothing here starts a thread."""
+    """Imports all modules of a training before the fork; starts no threads."""
     import resuming
     import torch
 
@@ -201,13 +206,13 @@ def summary(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ways = {"all": lambda r: True, "no loader workers": lambda r: r["workers"] == 0, "2 workers": lambda r: r["workers"] == 2 and r["start"] == "fork",
             "4 workers": lambda r: r["workers"] == 4, "spawned workers": lambda r: r["start"] == "spawn",
             "persistent workers": lambda r: r["persistent"] and r["workers"], "augmented": lambda r: r["augment"], "accumulated": lambda r: r["accumulate"] > 1,
-            "2 ranks": lambda r: r["ranks"] == 2, "a save each step": lambda r: r["every"] == 1, "every 4 steps": lambda r: r["every"] == 4,
-            "every 16 steps": lambda r: r["every"] == 16, "interval chosen": lambda r: r["every"] == 0}
+            "2 ranks": lambda r: r["ranks"] == 2, "every step": lambda r: r["every"] == 1, "every 4 steps": lambda r: r["every"] == 4,
+            "every 16 steps": lambda r: r["every"] == 16, "chosen interval": lambda r: r["every"] == 0}
     return [row(name, [record for record in found if way(record)]) for name, way in ways.items()]
 
 
 def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
-    """Of each size: rounds of milliseconds a step without saves, with, with, without, in one process."""
+    """Returns rounds for each size: ms a step without checkpoints, with, with, without, in one process."""
     import torch
 
     import flatout
@@ -237,7 +242,7 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
         for side in loops:
             block(side, 2.0)
         waited_s, worked_s, saves = saver.cost.waited_s, saver.cost.worked_s, saver.cost.saves
-        length_s, began = max(2.0, 2.5 * saver.cost.last_s / saver.share), time.monotonic()  # two saves and more in each block
+        length_s, began = max(2.0, 2.5 * saver.cost.last_s / saver.share), time.monotonic()  # at least two checkpoints in each block
         rounds = []
         while time.monotonic() - began < seconds_each or len(rounds) < 3:
             rounds.append([block(side, length_s) for side in ("plain", "saves", "saves", "plain")])
@@ -258,18 +263,19 @@ def stall_page(found: list[dict[str, Any]]) -> str:
                      f"{median((a + d) / 2 for a, _, _, d in each['rounds']):.3f} ms", f"{spell(interval([[100 * x for x in shares]]), 2)} %",
                      f"{spell(interval([[100 * x for x in same]]), 2)} %", f"{each['waited_s'] / each['seconds']:.2%}",
                      f"{(each['waited_s'] + each['worked_s']) / each['seconds']:.2%}"))
-    return "\n## What saves cost\n\n" + markdown_table(
-        ("state", "bytes of a save", "saves", "block, s", "rounds", "step, plain", "with saves", "A/A", "waited, by the books", "and worked"), rows) + "\n"
+    return "\n## The cost of checkpoints\n\n" + markdown_table(
+        ("state", "bytes of a checkpoint", "checkpoints", "block, s", "rounds", "plain step", "with checkpoints", "A/A", "waiting (statistics)",
+         "waiting and writing"), rows) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=GOAL)
-    parser.add_argument("--seed", type=int, default=0, help="of the first training; the next ones follow")
-    parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other")
-    parser.add_argument("--spawn-every", type=int, default=12, help="one training in so many may spawn its loader workers")
-    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure what saves cost, so long for each size")
-    parser.add_argument("--more", action="store_true", help="add to the trainings that are there instead of beginning anew")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first training; the others use the next ones")
+    parser.add_argument("--at-once", type=int, default=2, help="trainings that run at once")
+    parser.add_argument("--spawn-every", type=int, default=12, help="let one training in this many spawn its loader workers")
+    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure the cost of checkpoints, for this long at each size")
+    parser.add_argument("--more", action="store_true", help="add to the existing trainings instead of starting from scratch")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -302,12 +308,12 @@ def main() -> None:
     late = [record["seed"] for record in found if record["every"] and any(lost > 2 * record["every"] for lost in record["lost"])]
     at_once = [lost for record in found if record["every"] == 1 for lost in record["lost"]]
     minutes = sum(each["minutes"] for each in campaigns)
-    said = f"{kills} kills of {len(found)} trainings in {minutes:.0f} minutes: **{wrong} not recovered with the same bits**; " \
-           f"with a save each step {max(at_once, default=0)} steps lost; beyond twice the interval: {late or 'none'}. " \
+    said = f"{kills} kills of {len(found)} trainings in {minutes:.0f} minutes: **{wrong} not recovered bit for bit**; " \
+           f"with a checkpoint every step at most {max(at_once, default=0)} steps lost; more than twice the interval: {late or 'none'}. " \
            f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}. " \
-           + " ".join(f"Made {each['date']} with flatout {each['version']}." for each in campaigns)
-    text = f"# Killed at random, gone on exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n" + markdown_table(
-        ("trainings", "n", "kills", "most steps lost", "median", "other bits", "unrecovered in all"), rows) + "\n"
+           + " ".join(f"Measured on {each['date']} with flatout {each['version']}." for each in campaigns)
+    text = f"# Killed at random, resumed exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n" + markdown_table(
+        ("trainings", "n", "kills", "lost steps, maximum", "median", "other bits", "unrecovered in total"), rows) + "\n"
     if stalls:
         text += stall_page(stalls)
     if wrong:

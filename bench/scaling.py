@@ -1,16 +1,20 @@
-"""How near `flatout scale` comes: to training on many devices as others have published it, and to real ranks on this machine.
+"""Compares the predictions of `flatout scale` with published trainings on many devices, and with local ranks.
 
     python bench/scaling.py           published runs (bench/published_runs.py); nothing is run
-    python bench/scaling.py --here    small programs (bench/programs/ranks.py) on 2 and 4 processes of one thread each, gloo over the loopback
+    python bench/scaling.py --here    small programs (bench/programs/ranks.py) on 2 and 4 processes of one
+                                      thread each, gloo over the loopback
 
-Of the ranks here, each round starts two processes anew, then four, or the other way round, and blocks of steps take turns in them. What one process needs while
-the others wait, and how long gloo's all-reduces of several sizes take, are what a prediction knows; it foretells a step under DistributedDataParallel.
+Local ranks: each round starts two fresh processes, then four, or the other way round, and interleaves blocks
+of steps in them. A prediction knows the step time of one process while the others wait, and the times of
+gloo's all-reduces of several sizes. It predicts a step under DistributedDataParallel.
 
-    by cores      four processes on two cores have half a core each. Nothing else is known of neighbours
-    beside them   what a step takes when all processes train and nothing is sent (``no_sync``) was measured too, and is the prediction's overhead
+    by cores      four processes on two cores have half a core each. Nothing else is known of the other
+                  processes
+    beside them   the step time while all processes train without communication (``no_sync``) is also
+                  measured, and is the prediction's overhead
 
-What was measured while others used more than a little of the machine is left out, and counted; with ``--patience 0`` it is not, and the page says how much
-others used.
+Measurements are left out, and counted, if other processes used more than a little of the machine. With
+``--patience 0`` they stay, and the page says how much others used.
 
 Goals: within 10 points of the published efficiency; within 15 % of a measured step.
 """
@@ -42,11 +46,11 @@ GOAL_POINTS, GOAL_STEP = 0.10, 0.15
 MODELS = ("mlp", "gpt", "cnn")
 WORLDS = (2, 4)
 LAUNCH_S = 120.0
-QUIET_CORES = 0.2  # that somebody else may use during a block
+QUIET_CORES = 0.2  # that other processes may use during a block
 
 
 def published_page() -> str:
-    """Each run, as published and as foretold."""
+    """Writes the section on published runs: each as published and as predicted."""
     rows, errors, baseline = [], [], []
     for run in RUNS:
         found = run.predicted(OVERHEAD)
@@ -56,10 +60,10 @@ def published_page() -> str:
             errors.append(abs(found - run.efficiency))
             baseline.append(abs(run.without_links(OVERHEAD) - run.efficiency))
     return "\n".join([
-        "## Published runs\n", markdown_table(("run", "strategy", "devices", "published", "foretold", "points", "", "source"), rows),
-        f"\nGoal: within {100 * GOAL_POINTS:.0f} points. Foretold: {_summary(errors)}. The overhead alone, without links: {_summary(baseline)}.\n",
-        "What falls short are short steps of mixed precision: of what feeds them and launches them, the time of one device tells nothing.\n",
-        "Sources, and what each prediction knows: `bench/published_runs.py`."])
+        "## Published runs\n", markdown_table(("run", "strategy", "devices", "published", "predicted", "points", "", "source"), rows),
+        f"\nGoal: within {100 * GOAL_POINTS:.0f} points. Predicted: {_summary(errors)}. The overhead alone, without links: {_summary(baseline)}.\n",
+        "The largest errors are short steps of mixed precision: the time of one device does not show the cost of loading data and launching kernels.\n",
+        "Sources, and the inputs of each prediction: `bench/published_runs.py`."])
 
 
 def _summary(errors: list[float]) -> str:
@@ -72,7 +76,7 @@ def _remark(run: Run) -> str:
 
 
 class Launch:
-    """All processes of one world, and what their first rank wrote."""
+    """Starts all processes of one world and returns the records of their first rank."""
 
     def __init__(self, model: str, world: int, turns: int, steps: int, patience_s: float) -> None:
         with tempfile.TemporaryDirectory(prefix="ranks-") as place:
@@ -83,7 +87,7 @@ class Launch:
             try:
                 codes = [rank.wait(patience_s + LAUNCH_S) for rank in ranks]
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{model} on {world} processes did not end in {patience_s + LAUNCH_S:.0f} s; this machine is too busy") from None
+                raise SystemExit(f"{model} on {world} processes did not end within {patience_s + LAUNCH_S:.0f} sbecause other programs use this machine; end them or raise --patience") from None
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -97,7 +101,7 @@ def quiet_turns(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def timing_of(block: dict[str, Any]) -> Timing:
-    """Medians over the steps of a block, one phase each."""
+    """Returns the medians over the steps of a block, one for each phase."""
     return Timing(*(median(step[at] for step in block["ms"]) for at in range(3)))
 
 
@@ -106,7 +110,10 @@ def measured_ms(block: dict[str, Any]) -> float:
 
 
 def link_of(told: dict[str, Any], world: int) -> Link:
-    """Latency from the smallest message, bandwidth from the difference to the largest; medians over the sweeps, calm ones where there are any."""
+    """Returns latency (smallest message) and bandwidth (difference to the largest).
+
+    Medians over the sweeps; over undisturbed ones if there are any.
+    """
     sweeps = [each for each in told["sweeps"] if told["busy"] or each["others"] <= QUIET_CORES] or told["sweeps"]
     times = {int(size): median(each["all_reduce_ms"][size] for each in sweeps) for size in sweeps[0]["all_reduce_ms"]}
     smallest, largest = min(times), max(times)
@@ -117,7 +124,7 @@ def link_of(told: dict[str, Any], world: int) -> Link:
 
 
 def foretold(told: dict[str, Any], turn: dict[str, Any], world: int, cores: int, beside: bool) -> float:
-    """Milliseconds of a step."""
+    """Returns the milliseconds of a step."""
     timing = timing_of(turn["alone"])
     crowd = timing_of(turn["quiet"]).step_ms / timing.step_ms if beside else max(1.0, world / cores)
     shared = Timing(*(crowd * ms for ms in (timing.forward_ms, timing.backward_ms, timing.optimizer_ms)))
@@ -126,7 +133,7 @@ def foretold(told: dict[str, Any], turn: dict[str, Any], world: int, cores: int,
 
 
 def against(launches: list[dict[str, Any]], world: int, cores: int, beside: bool) -> Ratio | None:
-    """Foretold over measured; a pair is a launch of processes, a round of it a turn. None where no turn was quiet."""
+    """Returns predicted over measured; a pair is a launch of processes, a round one of its turns. None without one."""
     pairs = [[Round(foretold(told, turn, world, cores, beside), measured_ms(turn["sent"])) for turn in quiet_turns(told)] for told in launches]
     return compare(pairs) if any(pairs) else None
 
@@ -147,13 +154,13 @@ def here_page(programs: dict[str, list[dict[str, Any]]], cores: int) -> str:
             found = [link_of(told, world) for told in launches]
             links.append((model, world, f"{median(link.bandwidth_bytes_per_s for link in found) / 1e9:.2f} GB/s",
                           f"{median(link.latency_us for link in found):.0f} us", f"{median(link.contention for link in found):.2f}"))
-    header = ("program", "processes", "gradients", "one alone", "all, nothing sent", "with DDP", "error, by cores", "error, beside them", "launches", "turns",
-              "cores that others used")
+    header = ("program", "processes", "gradients", "one process", "all, no communication", "with DDP", "error, by cores", "error, beside them", "launches", "turns",
+              "cores used by others")
     return "\n".join([
         f"## Ranks on this machine, {cores} cores\n", markdown_table(header, rows),
-        f"\nThe error is the foretold step over the measured one, minus 1, with an interval of 95 %. Goal: within {GOAL_STEP:.0%}. Four processes on two "
-        "cores have half a core each: by cores, that is all that is known of them. Launches and turns are those in which others used at most "
-        f"{QUIET_CORES} cores, unless nobody waited for that (`--patience 0`).\n",
+        f"\nThe error is the predicted step over the measured one, minus 1, with a 95 % interval. Goal: within {GOAL_STEP:.0%}. Four processes on two "
+        "cores have half a core each; `by cores` knows nothing else of them. Launches and turns count if others used at most "
+        f"{QUIET_CORES} cores, unless the check is off (`--patience 0`).\n",
         markdown_table(("program", "processes", "loopback bandwidth", "a hop", "contention"), links)])
 
 
@@ -164,8 +171,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds that a launch may wait for a calm machine")
-    parser.add_argument("--folder", type=Path, default=None, help="where to write in place of bench/results")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds that a launch may wait for an idle machine")
+    parser.add_argument("--folder", type=Path, default=None, help="write the results to this folder instead of bench/results")
     asked = parser.parse_args()
     facts = look()
     made = stamp(facts)
@@ -179,14 +186,14 @@ def main() -> None:
             programs.setdefault(model, []).append(told)
             text = publish(programs, facts.cores, made, where)
             calm = {world: len(quiet_turns(each)) for world, each in told.items()}
-            print(f"    {model}: round {at + 1} of {asked.rounds}, calm turns {calm}", file=sys.stderr, flush=True)
+            print(f"    {model}: round {at + 1} of {asked.rounds}, undisturbed turns {calm}", file=sys.stderr, flush=True)
     print(text)
 
 
 def publish(programs: dict[str, list[dict[str, Any]]], cores: int, made: dict[str, Any], where: dict[str, Any]) -> Path:
-    """Whatever there is by now, so that a call that is cut short loses nothing; the next one of this month adds to it."""
-    parts = ["# Steps on many devices: foretold beside published and measured ones\n", published_page()]
-    not_run = "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on a machine that nobody else uses."
+    """Writes the current results, so that an interrupted run keeps them; the next run of this month adds to them."""
+    parts = ["# Predicted steps on many devices, compared with published and measured ones\n", published_page()]
+    not_run = "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on an idle machine."
     parts.append(here_page(programs, cores) if programs else not_run)
     return write_result("scaling", made, "\n\n".join(parts), {"programs": programs}, **where)[0]
 

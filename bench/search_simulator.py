@@ -1,12 +1,13 @@
-"""How good a plan a search finds in a given time: simulated programs, whose best plan is known.
+"""Measures the quality of the plan that a search finds in a given time, on simulated programs with a known best plan.
 
-Three searches (`search_strategies.py`) on the same programs (`simulated_programs.py`): one lever at a time, the races that `flatout tune`
-used before, and the factorial design that it uses (the functions of `flatout.tune.effects` and `flatout.tune.design` themselves). All have the
-same time, counted from the first start of a process; none of it is for the guard or for confirming.
+Three searches (`search_strategies.py`) run on the same programs (`simulated_programs.py`): one lever at a
+time; the races that `flatout tune` used before; and its current factorial design (the functions of
+`flatout.tune.effects` and `flatout.tune.design` themselves). All have the same time, counted from the first
+start of a process; the guard and the confirmation use none of it.
 
-Regret is the time of a step under the chosen plan over that under the best one, minus 1. Coverage is the share of 95 % intervals that hold the
-truth: of single levers against the plain program, and of the chosen plan against it. Goals: at most half the regret of the races at equal time;
-coverage 93 to 97 %.
+Regret is the step time under the chosen plan over that under the best one, minus 1. Coverage is the share of
+95 % intervals that include the true value: of single levers relative to the plain program, and of the chosen
+plan relative to it. Goals: at most half the regret of the races at equal time; coverage 93 to 97 %.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flatout.tune.effects import Estimate, Fitted
 BUDGETS_S = (45.0, 90.0, 180.0, 300.0)
 STARTS_S = (4.0, 6.0, 12.0)
 BLOCK_S = 0.35
-LOOKS_S = (30.0, 45.0, 60.0, 75.0, 90.0, 120.0, 150.0, 180.0, 210.0, 240.0, 270.0, 300.0)  # when the factorial search is looked at
+LOOKS_S = (30.0, 45.0, 60.0, 75.0, 90.0, 120.0, 150.0, 180.0, 210.0, 240.0, 270.0, 300.0)  # times at which the factorial search is evaluated
 GOOD = 0.02  # regret
 GOAL_SHARE, GOAL_COVERAGE = 0.5, (0.93, 0.97)
 SEARCHES = {"one at a time": "one lever at a time", "races": "races, as before", "factorial": "factorial, neutral priors",
@@ -41,7 +42,7 @@ def regret(program: Program, plan: frozenset[str], best: float) -> float:
 
 
 def look(program: Program, fitted: Fitted, best: float, claims: bool) -> dict[str, Any]:
-    """What the factorial search would choose, and with ``claims`` what it would claim, beside the truth."""
+    """Returns the choice of the factorial search, and with ``claims`` its claims, with the true values."""
     plan = fitted.best()
     if not claims:
         return {"regret": regret(program, plan, best), "more": worth_more_time(fitted, plan)}
@@ -56,12 +57,15 @@ def look(program: Program, fitted: Fitted, best: float, claims: bool) -> dict[st
 
 
 def covers(estimate: Estimate, program: Program, on: frozenset[str], against: frozenset[str] = frozenset()) -> bool:
-    """Whether the interval holds the truth."""
+    """Returns whether the interval includes the true value."""
     return estimate.low <= math.exp(program.log_time(against) - program.log_time(on)) <= estimate.high
 
 
 def simulate(number: int, process_s: float, measured: dict[str, list[float]], wanted: Sequence[str]) -> dict[str, Any]:
-    """One program under each search: regret by budget, and the looks at the factorial search. The same number gives the same program and the same luck."""
+    """Runs each search on one program. The same number gives the same program and the same random variation.
+
+    Returns the regret by budget, and the evaluations of the factorial search.
+    """
     found: dict[str, Any] = {}
     for informed in (False, True):
         program = draw_program(np.random.default_rng(number), measured, informed)
@@ -81,7 +85,7 @@ def simulate(number: int, process_s: float, measured: dict[str, list[float]], wa
     return found
 
 
-# -- the page -------------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def at(runs: Sequence[dict[str, Any]], name: str, mark_s: float, what: str = "regret") -> list[float]:
@@ -89,17 +93,17 @@ def at(runs: Sequence[dict[str, Any]], name: str, mark_s: float, what: str = "re
 
 
 def plans_at(runs: Sequence[dict[str, Any]], name: str, mark_s: float) -> list[dict[str, Any]]:
-    """What was claimed of the chosen plans, where the plain program was not the choice."""
+    """Returns the claims for the chosen plans, unless the plain program was the choice."""
     return [run[name][f"{mark_s:g}"]["plan"] for run in runs if name in run and "plan" in run[name][f"{mark_s:g}"]]
 
 
 def share_beside(plans: Sequence[dict[str, Any]]) -> float:
-    """Of the levers of the chosen plans, the share whose effect beside the rest of the plan lies in its interval."""
+    """Returns the share of the chosen plans' levers whose effect in the plan lies in its interval."""
     return float(sum(plan["beside"] for plan in plans) / sum(plan["levers"] for plan in plans))
 
 
 def bootstrapped(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean with an interval of 95 % over programs."""
+    """Returns the mean with an interval of 95 % over programs."""
     array, rng = np.array(values), np.random.default_rng(0)
     low, high = np.quantile(array[rng.integers(len(array), size=(2000, len(array)))].mean(axis=1), (0.025, 0.975))
     return float(array.mean()), float(low), float(high)
@@ -122,7 +126,7 @@ def regret_rows(rows: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
 
 
 def seconds_until_good(runs: Sequence[dict[str, Any]], name: str) -> str:
-    """The first look from which on the mean regret stays below ``GOOD``."""
+    """Returns the first evaluation from which on the mean regret stays below ``GOOD``."""
     if not any(name in run for run in runs):
         return "-"
     marks = LOOKS_S if name in ("factorial", "informed") else BUDGETS_S
@@ -148,7 +152,7 @@ def coverage_rows(rows: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]
 
 
 def stopping_rows(rows: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """Each program is left at the first look at which the expected regret is small, or at the last one."""
+    """Stops each program at the first evaluation with a small expected regret, or at the last one."""
     found = []
     for start, runs in rows.items():
         for name in ("factorial", "informed"):
@@ -163,7 +167,7 @@ def stopping_rows(rows: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]
 
 
 def goals(rows: dict[str, list[dict[str, Any]]]) -> str:
-    """How far the goals are met, in sentences."""
+    """Returns sentences on how far the goals are met."""
     ratios = [np.mean(at(runs, "factorial", mark)) / np.mean(at(runs, "races", mark)) for runs in rows.values() for mark in BUDGETS_S
               if at(runs, "races", mark) and at(runs, "factorial", mark)]
     cells = [(runs, name, mark) for runs in rows.values() for name in ("factorial", "informed") for mark in BUDGETS_S if at(runs, name, mark)]
@@ -178,27 +182,27 @@ def goals(rows: dict[str, list[dict[str, Any]]]) -> str:
     half = f"{sum(ratio <= GOAL_SHARE for ratio in ratios)} of {len(ratios)} rows; from {min(ratios):.2f} to {max(ratios):.2f} times" if ratios else "not run"
     return (f"* Regret at most half that of the races at equal time, with neutral priors: {half}.\n"
             f"* Coverage of single levers against plain: {within(single)}.\n"
-            f"* Coverage of single levers of the chosen plan, beside the others: {within(beside)}.\n"
+            f"* Coverage of single levers of the chosen plan, together with the others: {within(beside)}.\n"
             f"* Coverage of the chosen plan: {within(plans)}.\n")
 
 
 def page(rows: dict[str, list[dict[str, Any]]]) -> str:
-    programs = [run["program"] for run in max(rows.values(), key=len)]  # the same ones in all rows
+    programs = [run["program"] for run in max(rows.values(), key=len)]  # the same in all rows
     rows = {start: runs for start, runs in rows.items() if runs}
     speedups = [program["best"] for program in programs]
     header = f"# Searches on simulated programs\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"
     programs_are = (
-        f"{len(programs)} programs a row, of {min(p['levers'] for p in programs)} to {max(p['levers'] for p in programs)} values of levers; the best plan is "
-        f"{np.exp(np.mean(np.log(speedups))):.2f}x (geometric mean; {np.quantile(speedups, 0.1):.2f} to {np.quantile(speedups, 0.9):.2f} in eight of ten). "
-        f"{sum(p['data'] > 0 for p in programs)} of them wait for data, in {sum(p['work'] > 0 for p in programs)} the work changes from window to window. "
-        f"A block takes {BLOCK_S} s, two processes that start together 1.3 times the time of one, a compiled program 8 s more. "
+        f"{len(programs)} programs for each row, with {min(p['levers'] for p in programs)} to {max(p['levers'] for p in programs)} values of levers; the best plan is "
+        f"{np.exp(np.mean(np.log(speedups))):.2f}x (geometric mean; {np.quantile(speedups, 0.1):.2f} to {np.quantile(speedups, 0.9):.2f} in 80 %). "
+        f"{sum(p['data'] > 0 for p in programs)} of them wait for data; in {sum(p['work'] > 0 for p in programs)} the work varies from window to window. "
+        f"A block takes {BLOCK_S} s, two processes that start together take 1.3 times the time of one, and a compiled program takes 8 s more. "
         "Means with an interval of 95 % over programs.\n")
     marks = [f"after {budget_s:.0f} s" for budget_s in BUDGETS_S]
     parts = [header, "## Goals\n", goals(rows), f"## Regret\n\n{programs_are}",
              markdown_table(("start of a process", "search", *marks, f"mean below {GOOD:.0%} from"), regret_rows(rows)),
-             "\nThe priors of the levers are mean and spread of the effects that the programs are drawn from: as good as they can be.\n",
+             "\nThe priors of the levers are the mean and spread of the effects used to generate the programs, which is the best case.\n",
              "## Intervals of 95 %\n",
-             markdown_table(("start of a process", "search", "after", "levers against plain", "levers beside the plan", "chosen plan", "plan overestimated by",
+             markdown_table(("start of a process", "search", "after", "levers relative to plain", "levers in the plan", "chosen plan", "plan overestimated by",
                              "expected regret", "regret"), coverage_rows(rows)),
              "\n## Stopping where the expected regret is below 1 %\n",
              markdown_table(("start of a process", "search", "stopped after: median (quartiles)", "mean regret then", "p90", "never stopped"),
@@ -209,11 +213,11 @@ def page(rows: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     global BUDGETS_S, LOOKS_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=200, help="of each row")
-    parser.add_argument("--starts", type=float, nargs="+", default=list(STARTS_S), help="seconds that the start of a process takes")
+    parser.add_argument("--programs", type=int, default=200, help="programs for each row")
+    parser.add_argument("--starts", type=float, nargs="+", default=list(STARTS_S), help="duration of a process start, in seconds")
     parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
-    parser.add_argument("--longest", type=float, default=BUDGETS_S[-1], help="seconds of the longest search; a shorter one is simulated sooner")
-    parser.add_argument("--from-scratch", action="store_true", help="simulate what is known as well")
+    parser.add_argument("--longest", type=float, default=BUDGETS_S[-1], help="seconds of the longest search; a shorter one simulates faster")
+    parser.add_argument("--from-scratch", action="store_true", help="also repeat finished simulations")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     BUDGETS_S, LOOKS_S = (tuple(mark for mark in marks if mark <= args.longest) for marks in (BUDGETS_S, LOOKS_S))

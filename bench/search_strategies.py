@@ -1,7 +1,9 @@
-"""Three ways to search, on a simulated machine (`simulated_programs.py`): what each would choose after so many seconds.
+"""Three search strategies on a simulated machine (`simulated_programs.py`): their choices after a number of seconds.
 
-one at a time     each live lever against plain in one process, A B B A, then each other lever in a process of its own beside a plain one
-races             what `flatout tune` did before: live race, process race with a second plain program (A/A), winners together, each taken away again
+one at a time     each live lever against plain in one process, A B B A, then each other lever in a process
+                  paired with a plain one
+races             the former search of `flatout tune`: live race, process race with a second plain program
+                  (A/A), winners together, each removed again
 factorial         the functions of `flatout.tune.effects` and `flatout.tune.design`
 """
 
@@ -24,7 +26,7 @@ DRAWS = 800  # of the bootstrap
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast, from the log ratios of rounds: their mean, and a bootstrap interval of 95 %."""
+    """Returns the speed-up from the log ratios of rounds: their mean, and a bootstrap interval of 95 %."""
 
     median: float
     low: float
@@ -51,11 +53,11 @@ class Ratio:
         return 0.5 * math.erfc(-1.959964 * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2))
 
 
-# -- one at a time ------------------------------------------------------------------------------------------------------
+# -- one at a time -------------------------------------------------------------------------------------------
 
 
 def one_at_a_time(machine: Machine, space: Space, budget_s: float) -> frozenset[str]:
-    """45 % of the time for live levers."""
+    """Spends 45 % of the time on live levers."""
     plain, = machine.start(NONE)
     window, gains = 0, {}
     live = [factor for factor in space.factors if factor.switched]
@@ -84,7 +86,7 @@ def one_at_a_time(machine: Machine, space: Space, budget_s: float) -> frozenset[
 
 
 def _best_values(space: Space, gains: dict[str, float]) -> frozenset[str]:
-    """The largest gains that are allowed together."""
+    """Returns the largest gains that are compatible."""
     chosen: frozenset[str] = NONE
     for key in sorted(gains, key=lambda key: -gains[key]):
         if space.allowed(chosen | {key}):
@@ -92,7 +94,7 @@ def _best_values(space: Space, gains: dict[str, float]) -> frozenset[str]:
     return chosen
 
 
-# -- races ----------------------------------------------------------------------------------------------------------------
+# -- races ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -120,7 +122,7 @@ class _Candidate:
 
 
 class Races:
-    """The rules of the search by races, in their order, with their shares of the time and their thresholds."""
+    """The rules of the search by races, in their order, with their time shares and thresholds."""
 
     EXACT = ("malloc", "gc_pause", "debug_off", "inplace")
 
@@ -144,7 +146,7 @@ class Races:
         return 2 * self.start_s + 4 * self.machine.block_s * (entrants + 2)
 
     def _live(self, process: int, a: frozenset[str], b: frozenset[str], until_s: float) -> Ratio:
-        """A B B A until it is decided or time is over."""
+        """Runs A B B A until the result is clear or the time is over."""
         logs: list[float] = []
         while True:
             a1, b1, b2, a2 = (math.log(self.machine.block_ms(process, on, self.window + at)) for at, on in enumerate((a, b, b, a)))
@@ -206,7 +208,7 @@ class Races:
             a = math.log(self.machine.block_ms(plain, NONE, self.window))
             for at, (lineup, process) in enumerate(racing):
                 verdict = verdicts[at]
-                if verdict is None or len(logs[at]) < 3 or verdict.high >= 0.99:  # a clear loser has left
+                if verdict is None or len(logs[at]) < 3 or verdict.high >= 0.99:  # a clear loser is out
                     logs[at].append(a - math.log(self.machine.block_ms(process, frozenset(f.key for f in lineup), self.window)))
                     verdicts[at] = Ratio.of(logs[at], self.machine.rng)
             self.window += 1
@@ -252,18 +254,18 @@ def _allowed_values(space: Space, winners: Sequence[_Candidate]) -> list[Factor]
     return kept
 
 
-# -- factorial ------------------------------------------------------------------------------------------------------------
+# -- factorial -----------------------------------------------------------------------------------------------
 
 
-WAVE = 2  # programs that are started together
-FIRST_ROWS = 6  # of the observed plain program, before any other is started
-BESIDE_ROWS = 2  # of it in each wave
+WAVE = 2  # programs that start together
+FIRST_ROWS = 6  # of the observed plain program, before any other starts
+BESIDE_ROWS = 2  # of the plain program in each wave
 MOST_ROWS = 10  # of each program of a wave
-MEASURE_SHARE = 0.5  # of what a start costs is spent on measuring
+MEASURE_SHARE = 0.5  # measuring time relative to the start-up time
 
 
 def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Iterator[tuple[float, Fitted]]:
-    """What is known at each of ``budgets_s``, ascending: one search, which never looks at its budget."""
+    """Returns the choice at each of ``budgets_s``, ascending: one search, which never reads its budget."""
     blocks: list[Block] = []
     todo = list(budgets_s)
     rng = machine.rng
@@ -271,7 +273,7 @@ def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Ite
     window = 0
 
     def measure(numbers: Sequence[int], on: Sequence[frozenset[str]], rows: Sequence[Sequence[frozenset[str]]]) -> Iterator[tuple[float, Fitted]]:
-        """Block by block in turns; the processes do the same work in the same turn."""
+        """Interleaves blocks; the processes do the same work in the same turn."""
         nonlocal window
         for turn in range(max(map(len, rows))):
             window += 1

@@ -1,16 +1,19 @@
-"""Simulated training programs for `search_simulator.py`: effects of levers as measured, and what makes them hard to measure.
+"""Simulated training programs for `search_simulator.py`: measured effects of levers, with realistic disturbances.
 
 The log of a block's time is that of the step plus
 
-    luck      of the process, for its whole life
+    luck      process-to-process variation, for the whole run
     drift     of the machine: a random walk, and waves of about twenty seconds
-    work      of the tick window, in three programs of ten
-    noise     Student's t with three degrees of freedom, and outliers: blocks in which the program did something else as well
+    work      of the step window, in three programs of ten
+    noise     Student's t with three degrees of freedom, and outliers: blocks in which the program also did
+              something else
 
-A step takes compute time and, in programs with a data loader, time to fetch and to transform a batch. A loader's worker does the latter beside the compute and
-takes cores from it, unless the program computes on one thread less. So levers that make compute fast bring little until the data path is fast, and the two
-data levers bring more together than alone. Effects of single levers are drawn from those measured on public scripts (`open_set_cpu_*.json`), with a jitter;
-besides there are one to three pairs with an interaction that nobody knows.
+A step takes compute time and, in programs with a data loader, time to fetch and to transform a batch. A
+loader worker does the latter in parallel with the compute and takes cores from it, unless the program
+computes on one thread less. So levers that speed up compute gain little until the data path is fast, and the
+two data levers gain more together than separately. Effects of single levers are sampled from those measured
+on public scripts (`open_set_cpu_*.json`), with a jitter. In addition, one to three pairs have an unknown
+interaction.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ import numpy as np
 from flatout.tune.space import Factor, Space
 
 MALLOCS = ("malloc=tcmalloc", "malloc=mimalloc", "malloc=glibc")
-LIVE_ELSEWHERE = ("debug_off", "fused_ops", "inplace", "cudnn_benchmark")  # beside those that were measured on many scripts
+LIVE_ELSEWHERE = ("debug_off", "fused_ops", "inplace", "cudnn_benchmark")  # in addition to those measured on many scripts
 JITTER = 0.03
 WARM_UP_S = 8.0  # of a compiled program, beyond its start
-EVERY_LEVER_HAS = 0.15  # sd of the prior of an effect where nothing is known of a lever
+EVERY_LEVER_HAS = 0.15  # sd of the prior of an effect for an unknown lever
 DATA_LEVERS = ("loader", "cached_prefix", "batched_transforms")
 KNOWN_PAIRS = frozenset(map(frozenset, (("loader", "threads"), ("cached_prefix", "batched_transforms"), ("loader", "cached_prefix"),
                                         ("loader", "batched_transforms"))))
 
 
 def measured_effects(pages: Iterable[Path]) -> dict[str, list[float]]:
-    """Effects in log time, negative is faster, by lever: those that were measured alone in the open set."""
+    """Returns the effects in log time (negative is faster) by lever, as measured by itself in the open set."""
     found: dict[str, list[float]] = {}
     for script in (script for page in pages for script in json.loads(page.read_text())["scripts"].values()):
         for lever in script.get("levers", ()):
@@ -48,13 +51,13 @@ def measured_effects(pages: Iterable[Path]) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Program:
-    """One simulated program: its levers, and what a step takes under each set of them."""
+    """One simulated program: its levers, and the step time under each set of them."""
 
     space: Space
     effects: Any  # (factors,) on the part of the step that each acts on
     shares: tuple[float, float, float]  # of a plain step: compute, fetch, transform
     interactions: tuple[tuple[int, int, float], ...]
-    crowding: float  # what a loader's worker costs the compute, in log time
+    crowding: float  # cost of a loader worker for the compute, in log time
     luck: float
     noise: float
     drift: float
@@ -62,7 +65,7 @@ class Program:
     outliers: float
 
     def log_times(self, rows: Any) -> Any:
-        """(n,) true log times of a step, of (n, factors) booleans; plain is 0."""
+        """Returns the (n,) true log times of a step, of (n, factors) booleans; plain is 0."""
         parts = {name: math.log(max(share, 1e-9)) * np.ones(len(rows)) for name, share in zip(("compute", "fetch", "transform"), self.shares, strict=True)}
         columns = self.space.columns_of
         on = {lever: rows[:, at].any(axis=1) for lever, at in columns.items()}
@@ -86,14 +89,14 @@ class Program:
         return float(self.log_times(self.space.rows([on]))[0])
 
     def best(self) -> float:
-        """The least log time of an allowed set."""
+        """Returns the least log time of an allowed set."""
         rows = self.space.every_row
         assert rows is not None
         return float(self.log_times(rows).min())
 
 
 def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], informed: bool) -> Program:
-    """``informed``: the priors of levers are mean and spread of what was measured; else each is 0 with one spread for all."""
+    """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0 and one spread."""
     def draw(lever: str) -> float:
         return float(rng.choice(measured[lever]) + JITTER * rng.standard_normal())
 
@@ -127,7 +130,7 @@ def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], inf
 
 
 def _prior(lever: str, measured: dict[str, list[float]], informed: bool) -> tuple[float, float]:
-    """Mean and sd of the effect on a program that was not measured yet."""
+    """Returns mean and sd of the effect on a program that has not been measured."""
     known: Sequence[float] = measured.get(lever, ())
     if not informed or len(known) < 3:
         return 0.0, EVERY_LEVER_HAS
@@ -137,7 +140,10 @@ def _prior(lever: str, measured: dict[str, list[float]], informed: bool) -> tupl
 
 @dataclass
 class Machine:
-    """Runs one program: its clock, its moods, and the luck of each process. ``process_s``: from a start to the first block."""
+    """Runs one program: its clock, its disturbances, and the process-to-process variation.
+
+    ``process_s``: from a start to the first block.
+    """
 
     program: Program
     rng: np.random.Generator
@@ -151,14 +157,17 @@ class Machine:
     work: dict[int, float] = field(default_factory=dict)
 
     def start(self, *sets: frozenset[str], together: float = 1.3) -> list[int]:
-        """New processes under these sets, their numbers; two that start together take ``together`` times the time of one."""
+        """Starts new processes under these sets and returns their numbers.
+
+        Two that start together take ``together`` times the time of one.
+        """
         longest = max(self.process_s + (WARM_UP_S if "compile" in on else 0.0) for on in sets)
         self.now_s += longest * (1 + (together - 1) * (len(sets) - 1))
         self.luck += [float(self.program.luck * self.rng.standard_normal()) for _ in sets]
         return list(range(len(self.luck) - len(sets), len(self.luck)))
 
     def block_ms(self, process: int, on: frozenset[str], window: int) -> float:
-        """Milliseconds a step of one block."""
+        """Returns the milliseconds a step of one block."""
         self.now_s += self.block_s
         passed, self.drift_at_s = self.now_s - self.drift_at_s, self.now_s
         keep, program, rng = math.exp(-passed / 20), self.program, self.rng

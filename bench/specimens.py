@@ -1,4 +1,4 @@
-"""The programs of bench/zoo, as they are judged: each file is an ill program and its healthy twin (bench/zoo.py says how)."""
+"""Reads the programs of bench/zoo: each file contains an ill program and its fixed version (see bench/zoo.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARK = re.compile(r"\s*# (ill!?|well|both!)$")
 
 @dataclass(frozen=True)
 class Specimen:
-    """One program with its fault. ``lines`` are those of the ill text that may be named, counted from 1."""
+    """One program with its fault. ``lines`` are the acceptable lines of the ill text, counted from 1."""
 
     name: str
     fault: str
@@ -27,7 +27,7 @@ def read_specimen(path: Path) -> Specimen:
     _, header, body = text.split('"""', 2)
     fault, codes = (re.search(rf"^{name}: (.+)$", header, re.MULTILINE) for name in ("fault", "codes"))
     if fault is None or codes is None:
-        raise SystemExit(f"{path.name} has no `fault:` or no `codes:` in its docstring")
+        raise SystemExit(f"{path.name} lacks `fault:` or `codes:` in its docstring; add both")
     texts: dict[str, list[str]] = {"ill": [], "well": []}
     lines = set()
     for line in body.lstrip("\n").split("\n"):

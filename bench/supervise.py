@@ -1,15 +1,19 @@
-"""What `flatout run --supervise` sees and what it costs: real faults in small programs, by seed.
+"""Measures the detection and the cost of `flatout run --supervise`: real faults in small programs, by seed.
 
-    faults     a program or a loader worker of it is killed, stopped, locked in C, or loops, at a random step. Is it named, after how long, and does the run end
-               with the weights of the undisturbed one? Restarts, split into their parts
-    alarms     jittered steps, evaluations, gaps between epochs and recompilation, for so many minutes: nothing of it may be called a hang
-    kills      the supervisor is killed outright; three seconds later, processes that are left are counted
-    told       SIGTERM at a random moment: a save, exit code 143, and after how long
-    goodput    a training with `flatout.Loop` that is killed once a minute: the steps that counted in the end, each as long as it took, as a share of all time
-    overhead   a short step and one of some 5 ms without the pulse's hooks and with them, in turns inside one process that is really watched over. What hooks
-               cost does not grow with the step: the short one, beside which noise is smaller, tells it, and the long one whether that is so
+    faults     a program or one of its loader workers is killed, stopped, blocked in C, or loops, at a random
+               step. Is it identified, after how long, and does the run end with the weights of the
+               undisturbed one? Restarts, split into their parts
+    alarms     jittered steps, evaluations, gaps between epochs and recompilation, for a given time: none of
+               them may be reported as a hang
+    kills      SIGKILL hits the supervisor; three seconds later, the bench counts the remaining processes
+    told       SIGTERM at a random moment: a checkpoint, exit code 143, and after how long
+    goodput    a training with `flatout.Loop` that is killed once a minute: the time of the steps that counted
+               in the end, as a share of the total time
+    overhead   a short step and one of some 5 ms, without and with the heartbeat's hooks, interleaved in one
+               process that is really monitored. The cost of the hooks does not grow with the step: the short
+               step, with less noise, gives the cost, and the long one confirms it
 
-Each process of a run is marked in its environment, and looked for by that.
+The bench finds the processes of a run by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def undisturbed() -> str:
 
 
 def faulted(seed: int, plain: str) -> dict[str, Any]:
-    """One fault. ``found_s``: from the fault to flatout's sentence."""
+    """Runs one fault. ``found_s``: from the fault to flatout's message."""
     draw, mark = random.Random(seed), uuid.uuid4().hex
     kind, where = KINDS[seed % len(KINDS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +71,8 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
         said, found_at = [], None
         for line in process.stderr:
             said.append(line)
-            if found_at is None and re.search(r"has ended no step|has given no batch|was stopped|was ended by|ended with exit code|failed after step", line) \
+            if found_at is None and re.search(r"has finished no step|has returned no batch|was stopped|was killed by|ended with exit code|"
+                                              r"failed after step", line) \
                     and line.startswith("flatout:"):
                 found_at = time.monotonic()
         out = process.communicate(timeout=PATIENCE_S)[0]
@@ -90,7 +95,7 @@ def alarmed(seed: int, minutes: float) -> dict[str, Any]:
         process = start(mark, folder, "--jitter", str(seed), str(int(60 * minutes)), str(int(seed % 4 == 0)))
         out, said = process.communicate()
         end(mark)
-    alarms = [line for line in said.splitlines() if re.search(r"has ended no step|has given no batch|was stopped|started again", line)]
+    alarms = [line for line in said.splitlines() if re.search(r"has finished no step|has returned no batch|was stopped|restarted", line)]
     return {"seed": seed, "minutes": minutes, "compiles": seed % 4 == 0, "code": process.returncode, "alarms": alarms,
             **(json.loads(out.splitlines()[-1]) if process.returncode == 0 else {"said": said[-3000:]})}
 
@@ -132,7 +137,7 @@ def told(seed: int) -> dict[str, Any]:
 
 
 def goodput(seed: int, minutes: float) -> dict[str, Any]:
-    """One training of so many minutes of steps, killed at a random moment of each minute."""
+    """Runs one training of the given minutes of steps, and kills it at a random moment of each minute."""
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -147,11 +152,11 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         while process.poll() is None:
             if time.monotonic() - began >= coming and trains.exists():
                 coming = next(moments)
-                pid, _ = int(trains.read_text()), trains.unlink()  # a life that has not come to its first step is not killed again
+                pid, _ = int(trains.read_text()), trains.unlink()  # not killed again before its first step
                 os.kill(pid, signal.SIGKILL)
                 kills.append(round(time.monotonic() - began, 1))
             time.sleep(0.01)
-        took_s = time.monotonic() - began - float(Path(folder, "goal").read_text().split()[1])  # without the finding out how many steps to make
+        took_s = time.monotonic() - began - float(Path(folder, "goal").read_text().split()[1])  # without the calibration of the step count
         reader.join()
         counted = dict(line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2)
         records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
@@ -182,7 +187,7 @@ def overhead(seconds: float, processes: int) -> list[dict[str, Any]]:
 
 
 def supervisors_memory(pid: int) -> int:
-    """What the supervisor and its keeper take together (PSS: pages that they share are counted once), in KiB."""
+    """Returns the memory of the supervisor and its reaper in KiB (PSS counts shared pages once)."""
     total = 0
     for folder in Path("/proc").iterdir():
         try:
@@ -195,7 +200,7 @@ def supervisors_memory(pid: int) -> int:
 
 
 def page(raw: dict[str, Any]) -> str:
-    parts = [f"# Programs that are watched over\n\n{(__doc__ or '').strip()}"]
+    parts = [f"# Supervised programs\n\n{(__doc__ or '').strip()}"]
     parts += [part(raw[name]) for name, part in PARTS.items() if raw[name]]
     return "\n\n".join(parts) + "\n"
 
@@ -209,7 +214,7 @@ def faults_part(found: list[Any]) -> str:
             well = sum(each["code"] == 0 and each["same"] for each in of)
             rows.append((kind, where, len(of), sum(each["named"] for each in of), figure(times, median), figure(times, max), well,
                          sum(bool(each["orphans"]) for each in of)))
-    header = ("fault", "in", "n", "named", "found after s (median)", "most", "ended well (in main: same weights)", "with orphans")
+    header = ("fault", "in", "n", "identified", "found after s (median)", "maximum", "ended well (in main: same weights)", "with orphans")
     text = "## Faults\n\n" + markdown_table(header, rows)
     restarts = [each for one in found for each in one["incidents"] if each["start_s"] is not None]
     rows = []
@@ -231,7 +236,7 @@ def alarms_part(found: list[Any]) -> str:
 
 
 def kills_part(found: list[Any]) -> str:
-    return (f"## The supervisor killed outright\n\n{len(found)} kills, {sum(each['processes'] for each in found)} processes at those moments: "
+    return (f"## Killed supervisors\n\n{len(found)} kills, {sum(each['processes'] for each in found)} processes at those moments: "
             f"**{sum(len(each['orphans']) for each in found)} left** three seconds later.")
 
 
@@ -239,22 +244,22 @@ def goodput_part(found: list[Any]) -> str:
     rows = [(each["seed"], f"{each['took_s'] / 60:.1f}", len(each["kills"]), each["steps"], each["again"],
              *(figure(sorted(one[key] for one in each["restarts"] if one[key] is not None), median) for key in ("stop_s", "start_s", "load_s")),
              f"{each['goodput']:.1%}", f"{each['said']:.0%}" if each["said"] is not None else "") for each in found]
-    header = ("seed", "minutes", "kills", "steps", "made again", "stop, s", "start, s", "load, s", "goodput (goal: 90 %)", "as flatout says it")
+    header = ("seed", "minutes", "kills", "steps", "repeated", "stop, s", "start, s", "load, s", "goodput (goal: 90 %)", "goodput reported by flatout")
     return "## Goodput\n\n" + markdown_table(header, rows)
 
 
 def told_part(found: list[Any]) -> str:
     times = [each["took_s"] for each in found]
     right = sum(each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found)
-    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a save, exit code 143 as a shell says it, and nothing left. "
-            f"It took {median(times):.2f} s (median), {max(times):.2f} s at most.")
+    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a checkpoint, exit code 143 as in a shell, and no remaining processes. "
+            f"It took {median(times):.2f} s (median), {max(times):.2f} s (maximum).")
 
 
 def overhead_part(found: list[Any]) -> str:
     rows = [(f"{it['plain_us'] / 1000:.2f} ms", f"{spell(it['cost_us'], 1)} us", f"{it['cost_us']['median'] / STEP_US:+.3%}", f"{spell(it['aa_us'], 1)} us",
              len(it["processes"]), sum(len(one["rounds"]) for one in it["processes"])) for it in found]
-    return ("## Cost\n\n" + markdown_table(("step", "watched over", "of a step of 5 ms (goal: 0.1 %)", "A/A", "processes", "rounds"), rows)
-            + f"\n\nThe supervisor and its keeper together take {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20).")
+    return ("## Cost\n\n" + markdown_table(("step", "cost of monitoring", "share of a step of 5 ms (goal: 0.1 %)", "A/A", "processes", "rounds"), rows)
+            + f"\n\nThe supervisor and its reaper together use {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20).")
 
 
 PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "told": told_part, "goodput": goodput_part, "overhead": overhead_part}
@@ -262,13 +267,13 @@ PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "tol
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=0, help="so many faults")
-    parser.add_argument("--alarms", type=int, default=0, metavar="RUNS", help="so many jittered runs")
-    parser.add_argument("--minutes", type=float, default=10, help="of each jittered run, of each training that is killed once a minute")
+    parser.add_argument("--faults", type=int, default=0, help="number of faults")
+    parser.add_argument("--alarms", type=int, default=0, metavar="RUNS", help="number of jittered runs")
+    parser.add_argument("--minutes", type=float, default=10, help="duration of each jittered run, and of each training that is killed once a minute")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--told", type=int, default=0, metavar="SIGNALS")
-    parser.add_argument("--goodput", type=int, default=0, metavar="RUNS", help="so many trainings of --minutes each")
-    parser.add_argument("--overhead", type=float, default=0, metavar="SECONDS", help="of each of --processes processes")
+    parser.add_argument("--goodput", type=int, default=0, metavar="RUNS", help="number of trainings of --minutes each")
+    parser.add_argument("--overhead", type=float, default=0, metavar="SECONDS", help="duration of each of --processes processes")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -280,7 +285,7 @@ def main() -> None:
     seeds = lambda count: range(args.first_seed, args.first_seed + count)  # noqa: E731
 
     def keep(name: str, ran: Any) -> None:
-        """As they come: a campaign that is cut off keeps what it has."""
+        """Writes each record at once, so that an interrupted campaign keeps its results."""
         for one in ran:
             raw[name] = [each for each in raw[name] if each["seed"] != one["seed"]] + [one]
             write_result("supervise", made, page(raw), raw, folder=args.out)
@@ -296,7 +301,7 @@ def main() -> None:
         if args.told:
             keep("told", pool.map(told, seeds(args.told)))
         if args.goodput:
-            keep("goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput)))  # one by one: each needs the machine
+            keep("goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput)))  # one at a time: each needs the whole machine
         if args.alarms:
             keep("alarms", pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms)))
     text = page(raw)

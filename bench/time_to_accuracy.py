@@ -4,7 +4,7 @@ DIR holds ``set.json`` as open_set.py reads it. An entry that has ``to_end`` is 
     "to_end": {"argv": [...], "metric": {"name", "pattern", "better": "lower" or "higher", "start", "target"}}
 ``argv`` has {seed} where the script's own seed goes, {home} for DIR and {bench} for the folder of this file. ``pattern`` is a regular expression with one
 group, the metric, for a line of the script's output. ``start`` is one for the line that training begins with (default: the first line of all). The metric is
-reached at ``target``; without one, at the value that every plain run reached.
+reached at ``target``; without one, at the best value that every run reached, plain and tuned.
 
 Each program runs once plain; then `flatout tune --no-write` finds its plan, with the length of that run as the horizon. Then runs with three seeds each take
 turns, plain and under `flatout run` with that plan, one at a time: plain, tuned, tuned, plain, plain, tuned. Time is taken as lines of output arrive.
@@ -154,7 +154,7 @@ def measure_program(program: dict[str, Any], home: Path, budget_s: float | None,
                 if run.failure:
                     return {**found, "status": "failed", "why": f"{side}, seed {seed}: {run.failure}"}
                 print(f"    {side} {seed}: {run.wall_s:.0f} s, {metric['name']} {run.final:g}", flush=True)
-        return {**found, "status": "measured", "runs": [asdict(run) for run in runs], **judged(runs, metric, session.speedup.median)}
+        return {**found, "status": "measured", "runs": [asdict(run) for run in runs]}
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -166,7 +166,7 @@ def judged(runs: list[Run], metric: dict[str, Any], promised: float) -> dict[str
     plain, tuned = ([run for run in runs if run.side == side] for side in ("plain", "tuned"))
     target = metric.get("target")
     if target is None:
-        target = sign * max(min(sign * value for _, value in run.points) for run in plain)
+        target = sign * max(min(sign * value for _, value in run.points) for run in runs)
     finals = {"plain": [run.final for run in plain], "tuned": [run.final for run in tuned]}
     spread = max(finals["plain"]) - min(finals["plain"])
     apart = abs(sum(finals["tuned"]) / len(tuned) - sum(finals["plain"]) / len(plain))
@@ -242,7 +242,10 @@ def main() -> None:
 
 
 def write(done: dict[str, dict[str, Any]], made: dict[str, Any], home: Path, out: Path) -> str:
-    """The page, which is written with its records and its chart."""
+    """Writes the page, its records and its chart. Runs are judged here, so records of an earlier revision are judged by today's rule."""
+    for entry in done.values():
+        if entry["status"] == "measured":
+            entry.update(judged([Run(**run) for run in entry["runs"]], entry["metric"], entry["promised"]["median"]))
     picture = f"time_to_accuracy_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     text = page(done, picture)
     markdown, _ = write_result("time_to_accuracy", made, text, {"programs": done}, {str(home): "SET"}, out)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from provenance import RESULTS, markdown_table, read_json, stamp, write_result
 from trust import CHILD_S, NO_GPU, digest_of, loss_fn, made, run_through
 
-SEAM = re.compile(r"going on exactly after step (\d+)")
+SEAM = re.compile(r"resumed exactly after step (\d+)")
 
 
 def child(kind: str, steps: int, out: Path, smoke: bool) -> None:

@@ -31,7 +31,7 @@ STEPS = 8
 SAME = 1e-4  # relative: float32, sums in another order
 
 
-# -- one rank -----------------------------------------------------------------------------------------------------------
+# -- one rank ------------------------------------------------------------------------------------------------
 
 
 def child(way: str, out: Path, smoke: bool) -> None:
@@ -117,7 +117,7 @@ def _bytes(tensors: Any) -> int:
     return sum(_local(t).numel() * t.element_size() for t in tensors)
 
 
-# -- all of them ----------------------------------------------------------------------------------------------------------
+# -- all of them ---------------------------------------------------------------------------------------------
 
 
 def run_way(way: str, procs: int, smoke: bool, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ GROWING = Path(__file__).resolve().parent / "programs" / "growing.py"
 DROPPED = 0.1
 
 
-# -- one training -----------------------------------------------------------------------------------------------------------
+# -- one training --------------------------------------------------------------------------------------------
 
 
 def made(kind: str, smoke: bool) -> tuple[Any, Any, Any]:
@@ -152,7 +152,7 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
             "same": not failed and plain.read_text() == again.read_text()}
 
 
-# -- what a save costs --------------------------------------------------------------------------------------------------------
+# -- what a save costs ---------------------------------------------------------------------------------------
 
 
 def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:
             "worked_s": cost.worked_s - before[2], "seconds": 2 * len(rounds) * length_s}
 
 
-# -- out of memory ------------------------------------------------------------------------------------------------------------
+# -- out of memory -------------------------------------------------------------------------------------------
 
 
 def rescued(smoke: bool, folder: Path) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def rescued(smoke: bool, folder: Path) -> dict[str, Any]:
     return {"code": done.returncode, "out_of_memory": memory, "steps": len(told), "of_step": steps[0] if steps else None, "failed": ""}
 
 
-# -- all of them ----------------------------------------------------------------------------------------------------------------
+# -- all of them ---------------------------------------------------------------------------------------------
 
 
 def page(found: dict[str, Any]) -> str:

@@ -1,6 +1,14 @@
-"""flatout: a PyTorch training program, as it is, as fast as the machine allows, with the same results.
+"""flatout makes a PyTorch training program as fast as the machine allows, with the same results.
 
-Importing flatout imports neither torch nor anything else that is heavy; `Loop`, `Pipeline`, `Step`, `Plan`, `device` and `seed` are loaded when asked for.
+The public names are `Loop`, `Step`, `Pipeline`, `Plan`, `device` and `seed`. They load on first use: `import
+flatout` imports neither torch nor any other heavy package.
+
+    import flatout
+
+    flatout.seed(0)
+    model = Model().to(flatout.device())
+    for step in flatout.Loop(model, optimizer, loss_fn, loader, epochs=3):
+        print(step.index, float(step.loss))
 """
 
 __version__ = "0.1.0"
@@ -10,7 +18,7 @@ _LAZY = {"Loop": "flatout.loop.loop", "Pipeline": "flatout.loop.pipeline_paralle
 
 
 def __getattr__(name: str) -> object:
-    """The library's names, loaded when they are asked for."""
+    """Load a public name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     from importlib import import_module

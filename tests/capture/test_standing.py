@@ -62,5 +62,5 @@ def test_ranks_meet_at_either_kind_of_place(tmp_path):
         first, second = (store(torch, Standing(rank, rank, 2, 2, meeting), 5.0) for rank in (0, 1))
         first.set("key", meeting)
         assert second.get("key").decode() == meeting
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="not a valid rendezvous"):
         store(torch, Standing(0, 0, 1, 1, "tcp://nowhere"), 1.0)

@@ -1,4 +1,6 @@
-"""Bad days of `flatout tune`: each ends with one clear sentence, a sensible exit code, nothing lost and no process left behind."""
+"""Failures of `flatout tune`: each ends with one clear sentence and a sensible exit code, loses nothing and
+leaves no process.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,20 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
             for p in model.parameters():
                 p -= 0.01 * p.grad
 '''
-NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: there is no torch here")
+NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: torch is not installed")
 
 
 @pytest.fixture
 def tune(flatout):
-    """``done = tune("python", "train.py")`` with a budget of 20 s; checks what every bad day has in common."""
+    """Run ``done = tune("python", "train.py")`` with a budget of 20 s and check what every failure has in
+    common.
+    """
 
     def run(*words, budget="20s", options=(), speaks=True, **more):
         done = flatout("tune", "--budget", budget, *options, *words, timeout=150, **more)
         assert done.left == []
         assert "Traceback" not in "".join(done.said)
-        assert 'flatout/cli/' not in done.err  # a traceback of ours
+        assert 'flatout/cli/' not in done.err  # a traceback from flatout itself
         if speaks:
             assert len([line for line in done.said if len(line.split()) > 4]) >= 1, done.err
         return done
@@ -109,7 +113,7 @@ def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says
         (["python", "-I", "train.py"], "`python -I` disables flatout"),
     ],
 )
-def test_nothing_to_enter(tune, flatout, script, words, says):
+def test_no_candidates(tune, flatout, script, words, says):
     script("print(1)")
     done = tune(*words)
     assert done.code == 3
@@ -118,7 +122,7 @@ def test_nothing_to_enter(tune, flatout, script, words, says):
 
 @NEEDS_TORCH
 @pytest.mark.slow
-def test_a_program_that_hangs_is_given_up(tune, flatout, script):
+def test_a_program_that_hangs_is_stopped(tune, flatout, script):
     script(LOOP + "steps(2)\ntime.sleep(10_000)\n")
     done = tune("python", "train.py", budget="6s")
     assert done.code == 3
@@ -140,7 +144,7 @@ def test_a_program_that_reads_its_input(tune, flatout, script):
 @NEEDS_TORCH
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_leave_no_process(flatout, script, number):
-    """Also a kill that nobody can catch, while programs are held: they die with flatout."""
+    """Nothing survives, even if flatout gets SIGKILL while programs are paused: they die with it."""
     script("import multiprocessing\n" + LOOP + '''
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10**6
@@ -168,7 +172,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
 
 @NEEDS_TORCH
 def test_a_full_disk(tune, flatout, script):
-    """No file may grow beyond two kilobytes: the session cannot be written."""
+    """No file may grow beyond 2 kB, so the session cannot be written."""
     script(LOOP + "steps(10**9)\n")
     done = flatout("tune", "--budget", "20s", "python", "train.py", prefix=["prlimit", "--fsize=2048"], timeout=150)
     assert done.left == []
@@ -182,19 +186,21 @@ def test_a_folder_that_was_named_and_cannot_be_written(tune, flatout, script):
     (flatout.folder / "file").write_text("mine")
     done = tune("python", "train.py", options=["--job", "file/job"])
     assert done.code == 4
-    assert "cannot make the folder file/job" in done.err
+    assert "cannot create the folder file/job" in done.err
     assert (flatout.folder / "file").read_text() == "mine"
 
 
 @NEEDS_TORCH
 def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
-    """Nobody asked for the records to lie here, so they go elsewhere, and a line says where; the plan stays with them."""
+    """Nobody chose this folder for the records, so flatout writes them to another one and reports it; the
+    plan stays.
+    """
     script(LOOP)
     (flatout.folder / ".flatout").write_text("in the way")
     (tmp_path / "tmp").mkdir()
     done = tune("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.code == 3
-    assert "cannot be written; the records go to" in done.err
+    assert "; the records go to" in done.err
     assert list((tmp_path / "tmp").glob("flatout-train-*/session.json"))
     assert (flatout.folder / ".flatout").read_text() == "in the way"
 
@@ -202,7 +208,7 @@ def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, flatout, script):
-    """Nor does it matter what the program would do after the steps that were measured: the trials stop it before."""
+    """What the program would do after the measured steps does not matter: the trials stop it earlier."""
     script(LOOP + "steps(10**9)\nraise KeyError('after')\n")
     (flatout.folder / "flatout.toml").mkdir()
     done = tune("python", "train.py", budget="12s", options=["--levers", "gc_pause"])
@@ -212,12 +218,12 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
     assert list(flatout.folder.glob(".flatout/*/flatout.toml"))
 
 
-# -- what lies about from before --------------------------------------------------------------------------------------
+# -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
 
 
 @NEEDS_TORCH
-def test_broken_remains_are_begun_anew(tune, flatout, script):
-    """A session and a plan that cannot be read, a trial folder from nowhere: the session begins anew."""
+def test_broken_leftovers_are_started_from_scratch(tune, flatout, script):
+    """With an unreadable session and plan and an unrelated trial folder, the session starts from scratch."""
     script(LOOP)
     tune("python", "train.py")
     (job,) = flatout.folder.glob(".flatout/*")
@@ -232,7 +238,7 @@ def test_broken_remains_are_begun_anew(tune, flatout, script):
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_run_with_a_budget_runs_the_program_whatever_tuning_finds(flatout, script):
-    """A program too short to tune still runs, to its own end, with its own exit code."""
+    """A program too short to tune still runs to its own end, with its own exit code."""
     script(LOOP + "steps(2)\nprint('ran', flush=True)\nsys.exit(6)\n")
     done = flatout("run", "--budget", "20s", "python", "train.py", timeout=150)
     assert done.left == []

@@ -1,4 +1,4 @@
-"""`flatout check` as a person types it: what it reads, what it says, and how it leaves."""
+"""`flatout check` on the command line: its input, its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def program(flatout, script):
     return flatout
 
 
-def test_a_person_reads_places_lines_and_mends(program):
+def test_output_shows_locations_lines_and_fixes(program):
     done = program("check", "train.py")
     assert done.code == 1
     shown = done.out.splitlines()
     at = shown.index("  train.py:8:5")
     assert shown[at + 1: at + 3] == ["      optimizer.step()", "      ^"]
-    assert "  mend: optimizer.zero_grad()  # before the forward pass of every cycle" in shown
+    assert "  fix: optimizer.zero_grad()  # before the forward pass of every cycle" in shown
     assert "  parts.py:6:5 in make" in shown
     assert shown.index("wrong result") < shown.index("fragile")
     assert "flatout check --explain FL001" in done.out
-    assert "2 found (1 wrong result, 1 fragile), 2 files read" in shown[-1]
+    assert "Found 2 (1 wrong result, 1 fragile) in 2 files." in shown[-1]
 
 
 @pytest.mark.parametrize("words", [("python", "train.py", "--lr", "1"), ("-m", "train"), (".",),
@@ -51,10 +51,10 @@ def test_the_script_of_a_command_is_found(program, words):
     assert finding["place"]["line"] == 8
 
 
-def test_clean_programs_leave_with_zero(flatout, script, tiny):
+def test_clean_programs_exit_with_zero(flatout, script, tiny):
     script(tiny)
     done = flatout.here("check", "train.py")
-    assert (done.code, done.out) == (0, "\nnothing found, 1 file read.\n")
+    assert (done.code, done.out) == (0, "\nNo findings in 1 file.\n")
 
 
 def test_select_and_ignore(program):
@@ -86,7 +86,7 @@ def test_the_pages(flatout):
     ],
     ids=["syntax", "binary", "encoding", "nothing", "no script", "no program", "no module", "no rule", "no page", "no format"],
 )
-def test_mistakes_leave_with_two_and_clear_words(flatout, content, words, said):
+def test_mistakes_exit_with_two_and_a_clear_message(flatout, content, words, said):
     (flatout.folder / "train.py").write_bytes(content)
     done = flatout.here(*words)
     assert done.code == 2
@@ -94,12 +94,12 @@ def test_mistakes_leave_with_two_and_clear_words(flatout, content, words, said):
     assert "Traceback" not in done.err
 
 
-def test_a_module_that_cannot_be_read_is_told_beside_the_findings(program):
+def test_a_module_that_cannot_be_read_is_reported_with_the_findings(program):
     (program.folder / "parts.py").write_text("def make(:\n")
     done = program.here("check", "train.py")
     assert "not read: " in done.err
     assert "parts.py:1" in done.err
-    assert "1 file read" in done.out
+    assert "in 1 file" in done.out
 
 
 RUNS = """import torch
@@ -116,7 +116,7 @@ while True:
 
 
 @pytest.mark.timeout(120)
-def test_run_adds_what_only_running_tells(flatout, script):
+def test_run_adds_runtime_findings(flatout, script):
     pytest.importorskip("torch")
     script(RUNS)
     read = flatout.here("check", "--format", "json", "train.py")

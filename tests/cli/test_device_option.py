@@ -1,4 +1,6 @@
-"""`--device`: programs that name CUDA in every way there is, unedited on the CPU, beside twins that were edited by hand."""
+"""`--device`: programs that name CUDA in every way possible run unedited on the CPU, compared with copies
+edited for it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from flatout.tune.session import differences, key_of
 pytestmark = pytest.mark.timeout(150)
 SENTENCE = "flatout: the script asks for cuda; --device cpu runs it on the CPU"
 
-# Each program, and what a person edits to have it on the CPU.
+# Each program, and the edits that make it run on the CPU.
 SPELLINGS = """
 import os, torch, warnings
 from torch import nn
@@ -155,7 +157,7 @@ PROGRAMS = {"spellings": (SPELLINGS, SPELLINGS_BY_HAND), "amp": (AMP, AMP_BY_HAN
 
 
 def by_hand(source: str, edits: dict[str, str]) -> str:
-    """The twin: nothing of CUDA is left in it."""
+    """The edited copy, which no longer mentions CUDA."""
     for before, after in edits.items():
         assert before in source, before
         source = source.replace(before, after)
@@ -163,8 +165,10 @@ def by_hand(source: str, edits: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_it_learns_what_its_edited_twin_learns(flatout, script, name, tmp_path):
-    """Bit for bit; one sentence says so; nothing stays in the temporary folder."""
+def test_it_learns_the_same_as_its_edited_copy(flatout, script, name, tmp_path):
+    """The results are bitwise equal, one sentence reports the redirection, and nothing stays in the temporary
+    folder.
+    """
     source, edits = PROGRAMS[name]
     script(source)
     script(by_hand(source, edits), "twin.py")
@@ -201,7 +205,9 @@ train()
 
 
 def test_a_program_that_demands_cuda_runs(flatout, script):
-    """The answer is yes where it would end otherwise, and no elsewhere: there, it takes the path for a CPU."""
+    """CUDA is reported available only where the program would otherwise end; everywhere else it takes its CPU
+    path.
+    """
     script(ANSWERS)
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert done.out == "trains False False 0 cpu\n", done.err
@@ -224,7 +230,7 @@ for x, in loader:
 
 
 def test_a_program_with_a_path_for_the_cpu_takes_it(flatout, script):
-    """It is as if the option was not there, and nothing is said."""
+    """The option changes nothing, and nothing is reported."""
     script(EITHER_WAY)
     plain = flatout.plain("python", "train.py", env={"CUDA_VISIBLE_DEVICES": ""})
     done = flatout("run", "--device", "cpu", "python", "train.py")
@@ -264,7 +270,9 @@ NAMES = st.one_of(st.sampled_from(["cpu", "cuda", "xpu", "mps", "meta", "cuda:no
 
 @given(NAMES, st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:1", "xpu:2", "mps"]))
 def test_a_redirected_device_is_the_one_asked_for(named, asked):
-    """Once redirected it stays; what is no accelerator is left to torch, and what it is there already as well."""
+    """A device stays redirected; devices that are not accelerators, or that torch finds here, are left to
+    torch.
+    """
     told = []
     redirect = Redirection(torch, asked, None, Ledger(), told.append)
     found = redirect(named)
@@ -301,11 +309,11 @@ import torch
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """
 OTHERS = {
-    "extension": (EXTENSION, "a CUDA extension: its kernels compute on a CUDA device alone", "take the path of the script without it"),
+    "extension": (EXTENSION, "a CUDA extension: its kernels run only on a CUDA device", "use the script's path without the extension"),
     "triton": (TRITON, "a Triton kernel: it is compiled for a GPU", "TRITON_INTERPRET=1 flatout run --device cpu"),
     "nccl": (NCCL, "NCCL: it connects CUDA devices", "without torchrun"),
-    "graph": ("import torch\ng = torch.cuda.CUDAGraph()", "a CUDA graph: it replays what", "without torch.cuda.CUDAGraph"),
-    "nvml": ("import torch, pynvml\npynvml.nvmlInit()", "NVML: it reads the counters", "leave out what reads them"),
+    "graph": ("import torch\ng = torch.cuda.CUDAGraph()", "a CUDA graph: it replays work", "without torch.cuda.CUDAGraph"),
+    "nvml": ("import torch, pynvml\npynvml.nvmlInit()", "NVML: it reads the counters", "remove the code that reads them"),
     "comparison": ("import torch\nassert torch.ones(2).cuda().device.type == 'cuda'", "compares a device with cuda", "change this line"),
 }
 NEEDS = {"triton": "triton", "nvml": "pynvml"}
@@ -313,7 +321,10 @@ NEEDS = {"triton": "triton", "nvml": "pynvml"}
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_cannot_be_redirected_is_named(flatout, script, name):
-    """Under its own traceback: what, why, the line, the next command. A CUDA extension is named when it is built: where it can be, nothing fails."""
+    """Under its own traceback: what, why, the line and the next command.
+
+    A CUDA extension is named when it is built; where it can be built, nothing fails.
+    """
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"not run: {NEEDS[name]} is not installed")
     source, why, then = OTHERS[name]
@@ -323,20 +334,20 @@ def test_what_cannot_be_redirected_is_named(flatout, script, name):
     assert "Traceback" in done.err
     told = "\n".join(done.said)
     assert why in told, done.err
-    assert re.search(rf"^flatout:   mend +.*{re.escape(then)}", told, re.MULTILINE)
+    assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", told, re.MULTILINE)
     assert re.search(r"^flatout:   at .*train\.py:\d+", told, re.MULTILINE)
     assert told.endswith("flatout explain FE000")
     assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in told) is (name == "extension")
-    if name == "triton":  # the command that is named
+    if name == "triton":  # the suggested command
         assert flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out == "[2.0, 2.0, 2.0, 2.0]\n"
 
 
 @pytest.mark.parametrize(("message", "what"), [
-    ("No supported gpu backend found!", "a trainer that is told to use a GPU"), ("Found no NVIDIA driver on your system.", "this use of CUDA"),
+    ("No supported gpu backend found!", "a trainer that requests a GPU"), ("Found no NVIDIA driver on your system.", "this use of CUDA"),
     ("x must be a CUDA tensor", "a CUDA extension"), ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
 ])
 def test_texts_of_what_cannot_be_redirected(message, what):
-    """Only where the option was given, and not for another card: there, CUDA is what it is."""
+    """The text appears only with the option, and only for a device other than CUDA."""
     def explained(device):
         return explain(FailureRecord([Thrown("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))
 
@@ -348,11 +359,11 @@ def test_texts_of_what_cannot_be_redirected(message, what):
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (("--device", "gpu", "python", "train.py"), "'gpu' is no device; write cpu, cuda, cuda:1, xpu or mps"),
+    (("--device", "gpu", "python", "train.py"), "'gpu' is not a device; write cpu, cuda, cuda:1, xpu or mps"),
     (("--device", "cpu", "python", "-I", "train.py"), "`python -I` disables flatout, so --device cpu cannot redirect anything. Remove -I."),
-    (("--device", "cpu", "--gpus", "2", "python", "train.py"), "--gpus gives each rank a CUDA device of its own, and --device cpu is one device"),
+    (("--device", "cpu", "--gpus", "2", "python", "train.py"), "--gpus gives each rank its own CUDA device, but --device cpu is a single device"),
     (("--device", "cuda:1", "--procs", "2", "python", "train.py"), "--procs 2 would put all ranks on cuda:1. Use --gpus 2"),
-    (("--device", "cpu", "--slurm", "python", "train.py"), "--device cpu is a device of this machine, and --slurm starts the program on others"),
+    (("--device", "cpu", "--slurm", "python", "train.py"), "--device cpu is a device of this machine, but --slurm starts the program on others"),
 ])
 def test_mistakes(flatout, script, words, says):
     script("print('runs')")
@@ -364,14 +375,14 @@ def test_mistakes(flatout, script, words, says):
 
 @pytest.mark.skipif(torch.cuda.device_count() > 3, reason="not run: this machine has such a device")
 def test_a_device_that_is_not_here(flatout, script):
-    """Before the program starts, with the devices that there are."""
+    """The error comes before the program starts and lists the available devices."""
     script("print('runs')")
     done = flatout("run", "--device", "cuda:3", "python", "train.py")
     assert (done.code, done.out) == (2, "")
     assert re.fullmatch(r"flatout: this machine has no device cuda:3\. torch sees cpu.*\. Try `flatout run --device \S+ python train\.py`\.\n", done.err)
 
 
-# -- beside what flatout does otherwise -------------------------------------------------------------------------------------
+# -- together with other features of flatout -------------------------------------------------------------------------------
 
 TRAINS = """
 import os, torch
@@ -398,7 +409,7 @@ TRAINS_BY_HAND = {".cuda()": "", ".cuda(non_blocking=True)": "", 'device="cuda"'
 
 @pytest.fixture(scope="module")
 def trained(flatout_in, tmp_path_factory):
-    """What the edited twin prints."""
+    """The output of the edited copy."""
     cli = flatout_in(tmp_path_factory.mktemp("twin"))
     (cli.folder / "twin.py").write_text(by_hand(TRAINS, TRAINS_BY_HAND))
     return cli.plain("python", "twin.py").out
@@ -406,7 +417,7 @@ def trained(flatout_in, tmp_path_factory):
 
 @pytest.mark.parametrize("options", [["--with", "gc_pause", "--with", "loader", "--with", "resident_data"], ["--rescue", "--watch"], ["--supervise"]])
 def test_with_the_other_options(flatout, script, trained, options):
-    """Levers look at a program on the CPU; nothing changes a bit."""
+    """Levers see a program on the CPU; every bit stays the same."""
     script(TRAINS)
     done = flatout("run", "--device", "cpu", *options, "python", "train.py")
     assert (done.code, done.out) == (0, trained), done.err
@@ -422,7 +433,7 @@ def test_an_interrupted_run_is_resumed_exactly(flatout, script, trained):
     first = flatout(*words, env={"STOPS": "1"})
     assert first.code == -signal.SIGTERM, first.err
     again = flatout(*words)
-    assert "going on exactly after step" in again.err, again.err
+    assert "resumed exactly after step" in again.err, again.err
     assert first.out + again.out == trained
 
 
@@ -438,6 +449,6 @@ def test_a_trial_is_redirected_too(flatout, script):
 def test_a_plan_belongs_to_its_device():
     command = understand(["python", "-c", "1"])
     own, redirected = (key_of(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"}))
-    assert differences(own, redirected) == ["another device ('the one that the script names')"]
+    assert differences(own, redirected) == ["another device ('the device in the script')"]
     assert differences(redirected, own) == ["another device ('cpu')"]
     assert differences(redirected, redirected) == []

@@ -1,4 +1,7 @@
-"""Programs that make processes of their own, or ask for several devices: left as they are, refused in words, or one device a rank. Never N times N."""
+"""Scripts that start their own processes or ask for several devices.
+
+They are left as they are, rejected with an error, or get one device per rank; never N times N.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,10 @@ torch.save(model.module.state_dict(), "inside.pt")
 
 
 def test_data_parallel_inside_a_rank_passes_through(flatout, script):
-    """The losses and the weights of one process, the wrapper's names, a head that trains before its body; an evaluation that goes past the wrapper."""
+    """Losses and weights are those of one process, with the wrapper's names.
+
+    The head trains before its body, and an evaluation bypasses the wrapper.
+    """
     script(WRAPPED)
     (flatout.folder / "plan.toml").write_text(DIVISION)
     one = flatout("train.py", python=[sys.executable])
@@ -132,7 +138,10 @@ def test_data_parallel_inside_a_rank_passes_through(flatout, script):
 
 
 def test_ranks_of_its_own_are_left_alone(flatout, script):
-    """Under a plan they compute bitwise what they compute by themselves; divided once more they are refused, before any rank of ours is started."""
+    """Under a plan they compute bitwise what they compute by themselves.
+
+    Parallelising them again is rejected before flatout starts any rank.
+    """
     script(SPAWNS)
     (flatout.folder / "plan.toml").write_text(HARMLESS)
     plain = flatout.plain("python", "train.py")
@@ -144,24 +153,24 @@ def test_ranks_of_its_own_are_left_alone(flatout, script):
     refused = flatout("run", "--procs", "2", "python", "train.py")
     assert refused.code == 6
     assert "it trains in processes that it starts itself" in refused.err
-    assert re.search(r"Leave --procs away.*: flatout run python train\.py$", refused.err, re.MULTILINE)
+    assert re.search(r"Remove --procs.*: flatout run python train\.py$", refused.err, re.MULTILINE)
     assert refused.out == ""
     assert plain.left == under.left == refused.left == []
 
 
-def test_a_division_that_nobody_has_rehearsed_is_refused_by_the_rank_itself():
-    """Somebody has written it into a plan, and each of N ranks would make N more."""
+def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
+    """A plan asks for the split although each of N ranks would start N more."""
     ledger, really = Ledger(), torch.distributed.init_process_group
     one_process(torch, ledger)
     try:
         for name in (torch.distributed, torch.distributed.distributed_c10d):
-            with pytest.raises(CannotDivide, match="the script divides itself"):
+            with pytest.raises(CannotDivide, match="the script parallelises itself"):
                 name.init_process_group("gloo")
         assert for_ourselves(torch) is really
     finally:
         ledger.restore()
     assert torch.distributed.init_process_group is really
-    must_be_the_rank(torch)  # this process is nobody's child
+    must_be_the_rank(torch)  # flatout did not start this process
     child = torch.multiprocessing.get_context("fork").Process(target=refuses)
     child.start()
     child.join()
@@ -191,5 +200,5 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("last", "name"), [
     ("ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set", "RANK"),
     ("KeyError: 'LOCAL_RANK'", "LOCAL_RANK"), ("KeyError: 'rank'", ""), ("ValueError: RANK", "")])
-def test_a_program_that_wants_a_launcher_is_told_from_one_that_fails(last, name):
+def test_a_program_that_needs_a_launcher_is_distinguished_from_one_that_fails(last, name):
     assert missing(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n")) == name

@@ -1,4 +1,6 @@
-"""`flatout doctor` as a command: on this machine, under real limits, with torch absent, hidden and really broken."""
+"""`flatout doctor` as a command: on this machine, under real limits, and with torch absent, hidden or really
+broken.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def problems(found: dict[str, dict]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def here(flatout_in, tmp_path_factory):
-    """One look at this machine, as JSON, for several tests."""
+    """One diagnosis of this machine as JSON, shared by several tests."""
     cli = flatout_in(tmp_path_factory.mktemp("doctor") / "work")
     return cli, cli("doctor", "--json", env=LIGHT)
 
@@ -52,7 +54,7 @@ def test_this_machine(here):
 
 
 def test_replay_says_the_same(here):
-    """What was printed there is judged here, to the same words and the same exit code."""
+    """A printed record gives the same text and the same exit code when it is judged here."""
     cli, done = here
     (cli.folder / "machine.json").write_text(done.out, encoding="utf-8")
     again = cli("doctor", "--replay", "machine.json", "--json", env=LIGHT)
@@ -61,7 +63,9 @@ def test_replay_says_the_same(here):
 
 
 def test_a_problem_is_shown_with_its_command(here):
-    """Problems first, the command in one piece however narrow the terminal, and exit code 1."""
+    """Problems come first, the command stays in one piece however narrow the terminal, and the exit code is
+    1.
+    """
     cli, done = here
     data = json.loads(done.out)
     data["sight"]["files"]["/proc/self/mountinfo"] += "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
@@ -78,17 +82,19 @@ def test_a_problem_is_shown_with_its_command(here):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"sight": []}', '{"sight": {"schema": 99}}'])
-def test_what_is_no_record_is_refused(here, text):
+def test_invalid_records_are_rejected(here, text):
     cli, _ = here
     (cli.folder / "other.json").write_text(text, encoding="utf-8")
     done = cli("doctor", "--replay", "other.json", env=LIGHT)
     assert done.code == 2
-    assert done.said == ["flatout: other.json holds nothing that `flatout doctor --json` has printed. Make one with `flatout doctor --json > other.json`."]
+    assert done.said == ["flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."]
 
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`flatout doctor --bench` with a look and a measurement that take no time; what is done with them is the command's own."""
+    """`flatout doctor --bench` with an instant diagnosis and an instant measurement; everything after them is
+    the command's own code.
+    """
     record = CeilingsRecord("0123456789ab", threads=2, busy_cores=1.5, ceilings=[
         Ceiling("matmul_float32_flops", "cpu", 30.6e9, 22.7e9, 26.1e9, 7, "1024 x 1024"),
         Ceiling("disk_read_bytes_per_s", "cpu", 1.46e9, 0.7e9, 1.3e9, 3, "[red]x"),
@@ -118,7 +124,7 @@ def test_ceilings_are_shown_and_kept(bench):
     assert ["loader", "start", "cpu", "183", "ms", "168", "to", "193", "5"] in [row[:9] for row in rows]
     assert ["matmul", "tf32", "cpu", "not", "run", "-", "-"] in [row[:7] for row in rows]
     assert "measuring: [red]things" in done.output
-    assert "other programs kept 1.50 cores busy just before" in done.output
+    assert "other processes used 1.50 cores just before" in done.output
     assert CeilingsRecord.from_json(json.loads(path.read_text())) == record
 
 
@@ -131,16 +137,16 @@ def test_ceilings_as_json(bench):
 def test_another_machine_is_not_measured(bench):
     _, path, run = bench
     refused = run("--bench", "--replay", "x.json")
-    assert "leave one of them out" in str(refused.exception)
+    assert "Use one of them" in str(refused.exception)
     assert not path.exists()
 
 
 def test_under_real_limits_with_torch_hidden(flatout):
-    """Few open files, no room for core dumps asked for, one core, and a torch.py beside the script: all of them really so."""
+    """The limits are real: few open files, no core dumps, one core, and a torch.py next to the script."""
     (flatout.folder / "torch.py").write_text("raise RuntimeError('this is not torch')\n", encoding="utf-8")
     limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); " \
               "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    # -P: the command itself, as the installed script does, does not look for modules in the working folder.
+    # With -P the command, like the installed script, does not search the working folder for modules.
     done = flatout("-c", limited, "-P", "-m", "flatout", "doctor", "--json", python=[sys.executable],
                    env={**LIGHT, "OMP_NUM_THREADS": "64", "LD_PRELOAD": "/no/such.so",
                    "CUDA_LAUNCH_BLOCKING": "1", "SECRET_TOKEN": "do not tell", "NCCL_API_KEY": "do not tell"})
@@ -158,7 +164,7 @@ def test_under_real_limits_with_torch_hidden(flatout):
 
 
 def linked(folder: Path, without: tuple[str, ...]) -> Path:
-    """A folder of packages like that of this Python, of links, without the ones that are named."""
+    """A folder of links to the packages of this Python, without the named ones."""
     folder.mkdir()
     for entry in SITE.iterdir():
         if not entry.name.startswith(without) and not entry.name.endswith(".pth"):
@@ -167,7 +173,7 @@ def linked(folder: Path, without: tuple[str, ...]) -> Path:
 
 
 def bare(*words: str) -> list[str]:
-    """This Python without its own packages: what is there is what PYTHONPATH names."""
+    """This Python without its own packages: only PYTHONPATH provides modules."""
     return [sys.executable, "-S", "-m", "flatout", *words]
 
 
@@ -182,7 +188,7 @@ def test_torch_is_not_installed(flatout, tmp_path):
 
 
 def test_a_cuda_library_is_missing(flatout, tmp_path):
-    """The real torch, whose libraries look for those of NVIDIA beside them, in a place where one of them is gone."""
+    """The real torch with one NVIDIA library removed from the folder where it expects it."""
     if torch.version.cuda is None:
         pytest.skip("not run: this torch was built for the CPU and needs no CUDA library")
     packages = linked(tmp_path / "packages", ("torch", "nvidia", "flatout", "__editable__"))

@@ -1,4 +1,6 @@
-"""`flatout explain`: its ways in, its exit codes, its pages; and what a program leaves that a signal has ended."""
+"""`flatout explain`: its inputs, its exit codes, its pages, and the explanation of a program ended by a
+signal.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ UNKNOWN = "KeyError: 'lr'"
 
 
 @pytest.mark.parametrize("way", ["words", "several words", "file", "stdin", "no argument"])
-def test_ways_in(flatout, way):
+def test_inputs(flatout, way):
     (flatout.folder / "train.log").write_text(f"step 3\n{ERROR}\n")
     words = {"words": [ERROR], "several words": ERROR.split(), "file": ["train.log"], "stdin": ["-"], "no argument": []}[way]
     run, given = (flatout, {"stdin": ERROR}) if way in ("stdin", "no argument") else (flatout.here, {})
@@ -24,7 +26,7 @@ def test_ways_in(flatout, way):
     assert done.err == ""
 
 
-def test_at_a_terminal_without_words_it_says_how(flatout):
+def test_at_a_terminal_without_arguments_it_shows_usage(flatout):
     outside, inside = pty.openpty()
     done = flatout.finish(flatout.start("explain", stdin=inside), timeout=30)
     os.close(inside)
@@ -63,16 +65,16 @@ def test_a_page(flatout):
         assert word in done.out
 
 
-def test_bytes_that_are_no_text(flatout):
+def test_bytes_that_are_not_text(flatout):
     (flatout.folder / "core.log").write_bytes(b"\xff\xfe\x00" * 1000 + f"\n{ERROR}\n".encode())
     assert flatout.here("explain", "core.log").code == 0
 
 
 @pytest.mark.parametrize(("command", "ending", "code", "says"), [
-    ("trial", "os.kill(os.getpid(), signal.SIGKILL)", 137, "killed from outside (SIGKILL)"),
+    ("trial", "os.kill(os.getpid(), signal.SIGKILL)", 137, "the program was killed with SIGKILL"),
     ("tune", "os.kill(os.getpid(), signal.SIGSEGV)", 139, "a segmentation fault")])
 def test_a_program_that_a_signal_has_ended(flatout, script, tmp_path, command, ending, code, says):
-    """It cannot speak any more, so its parent does."""
+    """The dead program cannot report anything, so its parent does."""
     script(f"import os, signal\n{ending}\n")
     options = ["--out", str(tmp_path / "record.json")] if command == "trial" else ["--budget", "10s"]
     done = flatout(command, *options, "python", "train.py")
@@ -85,7 +87,7 @@ def test_a_program_that_dies_in_a_trial_is_explained(flatout, script, tmp_path):
     script("import torch\nloss = torch.ones(3).sum()\nloss.backward()\n")
     done = flatout("trial", "--out", str(tmp_path / "record.json"), "python", "train.py")
     assert done.code == 1
-    assert "flatout: `loss` has no graph: no parameter that requires a gradient took part in it." in done.said
+    assert "flatout: `loss` has no autograd graph: it depends on no parameter that requires a gradient." in done.said
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["status"] == "failed"
-    assert "has no graph" in record["log_tail"]
+    assert "has no autograd graph" in record["log_tail"]

@@ -1,4 +1,4 @@
-"""What a profile has found is what tuning tries first, and what came of it is written beside what was promised."""
+"""Tuning tries the findings of a profile first, and records the outcome next to each predicted gain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = Finding("FL150", "data_wait", Severity.TIME.value, "it waits", levers=["l
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """The folder of a program that has been profiled."""
+    """The folder of a profiled program."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import torch\n", encoding="utf-8")
     folder = job_folder(understand(WORDS)).make()
@@ -36,7 +36,7 @@ def job(tmp_path, monkeypatch):
 
 
 def searched(monkeypatch, levers):
-    """Tuning without programs: what the search was told, and levers that ended so."""
+    """Tuning without programs: the hints that the search got, and levers with the given outcomes."""
     told = []
 
     def search(tuning):
@@ -47,7 +47,7 @@ def searched(monkeypatch, levers):
     return told
 
 
-def test_findings_drive_levers_and_learn_what_came_of_them(job, monkeypatch):
+def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
     told = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
                                   LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
     session, _ = tune(WORDS, Goal(60.0), beside=False)
@@ -66,7 +66,7 @@ TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS], ids=["empty", "table", "list", "half", "tomorrow's"])
-def test_what_is_no_profile_tells_nothing(job, monkeypatch, text):
+def test_a_file_that_is_not_a_profile_is_ignored(job, monkeypatch, text):
     job.profile.write_text(text, encoding="utf-8")
     told = searched(monkeypatch, [])
     session, _ = tune(WORDS, Goal(60.0), beside=False)

@@ -1,4 +1,4 @@
-"""What `flatout run` is told of other places than this machine, through click itself."""
+"""The options of `flatout run` for remote machines, through click itself."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def said(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_a_run_on_this_machine_is_none_of_ours():
+def test_a_run_on_this_machine_is_not_remote():
     assert said("--procs", "4", "python", "train.py", "--nodes", "3") == (0, "here\n")
 
 
-def test_an_agent_is_asked_for_what_was_said():
+def test_an_agent_gets_the_given_options():
     nodes = ["--nodes", "1:2", "--rendezvous", "10.0.0.1:29400", "--node-rank", "0", "--restarts", "3", "--gpus", "8"]
     code, out = said(*nodes, "--", "python", "t.py", "--", "x")
     assert code == 0
@@ -70,7 +70,7 @@ def test_an_agent_is_asked_for_what_was_said():
         ("--nodes 2", "HOST:29400"),
     ],
 )
-def test_what_cannot_be_meant(words, message):
+def test_contradictory_options(words, message):
     code, out = said(*words.split(), "python", "train.py")
     assert code == 2
     assert message in out

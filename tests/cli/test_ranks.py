@@ -1,4 +1,6 @@
-"""`flatout run --procs N`: a script that was written for one process trains as several, and leaves what one would have left; or it is refused in words."""
+"""`flatout run --procs N`: a single-process script trains on several ranks with the same results, or is
+rejected with an error.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ def numbers(text: str) -> list[float]:
 
 
 def test_a_script_for_one_process_as_two(flatout, script):
-    """The same words with the same figures, one log, one file of weights; the second run needs no rehearsal; a rank that fails is named."""
+    """Text and figures are the same, with one log and one file of weights.
+
+    The second run needs no rehearsal, and a failing rank is named.
+    """
     script(TRAINS)
     folders = [flatout.folder / name for name in ("one", "two", "fails")]
     for folder in folders:
@@ -95,8 +100,8 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert len(two.out.splitlines()) == len(one.out.splitlines())
     assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
     assert "rehearsing" in two.err
-    # Each of 4 epochs looks at 90 samples in two batches; rank 0 computes 23 of 45, and the first batch both ways.
-    # What looks from sample to sample stays whole, or the losses that are printed would differ.
+    # Each of 4 epochs evaluates 90 samples in two batches. Rank 0 computes 23 of 45, and the first batch in
+    # both ways. Operations across samples stay whole, or the printed losses would differ.
     assert "rows of evaluations: [360, 360]" in one.err
     assert f"rows of evaluations: [{45 + 8 * 23}, 360]" in two.err
     assert "applied data_parallel(batches=index" in two.err
@@ -127,12 +132,15 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert ranks["sent_bytes"] >= 4 * 195
     assert "2 ranks are " in tune.out
     assert "flatout run --procs 2 python train.py" in tune.out
-    assert "As ranks, beside one process" in (job / "report.html").read_text()
+    assert "Ranks compared with one process" in (job / "report.html").read_text()
     assert tune.left == []
 
 
 def test_a_loss_between_samples_sees_whole_batches(flatout, script):
-    """It is neither a mean nor a sum over samples; the model is divided all the same, and everything that is printed is what one process prints."""
+    """The loss is neither a mean nor a sum over samples.
+
+    The model is data-parallel all the same, and the output is that of one process.
+    """
     script(CONTRASTS)
     one = flatout("train.py", python=[sys.executable])
     two = flatout("run", "--procs", "2", "python", "train.py", timeout=170)
@@ -143,8 +151,8 @@ def test_a_loss_between_samples_sees_whole_batches(flatout, script):
     assert two.left == []
 
 
-def test_what_does_not_divide_is_not_run(flatout, script):
-    """A model that looks from one sample to another."""
+def test_an_unsupported_script_is_not_run(flatout, script):
+    """The model mixes samples."""
     script(CONTRASTS.replace("nn.Tanh()", "Mixing()").replace("torch.manual_seed(0)", """torch.manual_seed(0)
 class Mixing(nn.Module):
     def forward(self, x):

@@ -1,4 +1,6 @@
-"""`flatout run --rescue` and `flatout rescue`: what a script that was not written to be saved has learned is there again, bit for bit."""
+"""`flatout run --rescue` and `flatout rescue`: the training state of a script without checkpoints is restored
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
 
-# Everything lives in a function, as in most scripts: it is gone before the process ends. Each step draws a random number.
+# As in most scripts everything lives in a function, so it is gone before the process ends. Each step uses a
+# random number.
 PROGRAM = '''\
 import hashlib, os, signal, sys
 import torch
@@ -91,7 +94,7 @@ def undisturbed():
 
 @pytest.fixture(scope="module")
 def terminated(flatout_in, tmp_path_factory):
-    """A run that got SIGTERM in the middle of step 20: the command line in its folder, and how it ended."""
+    """A run that got SIGTERM in the middle of step 20: the command line in its folder, and the result."""
     cli = flatout_in(tmp_path_factory.mktemp("rescue") / "work")
     (cli.folder / "train.py").write_text(PROGRAM)
     return cli, cli("run", "--rescue", "python", "train.py", "30", "20", str(int(signal.SIGTERM)))
@@ -103,12 +106,12 @@ def written(cli, name, *words):
     return done.out
 
 
-def test_a_signal_waits_for_the_step_and_the_lines_bring_back_what_it_had_learned(terminated, undisturbed):
+def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(terminated, undisturbed):
     cli, done = terminated
     space, lines = undisturbed
     assert done.code == -signal.SIGTERM
-    assert told(done.out) == told(lines)[:20], "the step under way is finished, and no other begins"
-    assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is kept.")
+    assert told(done.out) == told(lines)[:20], "the current step completes, and no other starts"
+    assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is saved.")
     code = written(cli, "out")
     assert len(code.splitlines()) == 5
     net, adam, decay = space["parts"]()
@@ -120,7 +123,7 @@ def test_a_signal_waits_for_the_step_and_the_lines_bring_back_what_it_had_learne
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(21, 31):
             space["one"](net, adam, decay, step)
-    assert told(out.getvalue()) == told(lines)[20:30], "weights, optimizer and schedule are whole: it learns on as if nothing had been"
+    assert told(out.getvalue()) == told(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
     from safetensors.torch import load_file
 
     flat = load_file(cli.folder / "out" / "net.safetensors")
@@ -130,21 +133,21 @@ def test_a_signal_waits_for_the_step_and_the_lines_bring_back_what_it_had_learne
 def test_the_list(terminated, tmp_path):
     cli, _ = terminated
     done = cli.here("rescue")
-    assert re.search(r"^  step 20, .* into the run, .* believed \(at SIGTERM\)$", done.out, re.M)
+    assert re.search(r"^  step 20, .* into the run, .* verified \(at SIGTERM\)$", done.out, re.M)
     for line in ("net  module Sequential, 226 values", "adam  optimizer AdamW", "decay  scheduler StepLR"):
         assert line in done.out
-    (job,) = (cli.folder / ".flatout").iterdir()
+    (job,) = (cli.folder / ".flatout").glob("*/")
     assert cli.here("rescue", str(job)).out.splitlines()[1:] == done.out.splitlines()[1:]
     assert (job / "rescue").stat().st_mode & 0o777 == 0o700
     older = cli.here("rescue", "--to", "of one", "--step", "1")
     assert older.code == 0
     assert "step 1 of" in older.err
-    assert cli.here("rescue", "--to", "out").code == 2, "nothing is written over"
+    assert cli.here("rescue", "--to", "out").code == 2, "existing files are not overwritten"
     assert cli.here("rescue", "--to", "other", "--step", "7").code == 2
     assert cli.here("rescue", str(tmp_path)).code == 2
 
 
-def test_a_damaged_save_is_named_and_the_one_before_taken(terminated, tmp_path, flatout_in):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(terminated, tmp_path, flatout_in):
     cli, _ = terminated
     other = flatout_in(tmp_path / "work")
     shutil.copytree(cli.folder / ".flatout", other.folder / ".flatout")
@@ -153,15 +156,18 @@ def test_a_damaged_save_is_named_and_the_one_before_taken(terminated, tmp_path, 
     data[-3] ^= 4
     tensors.write_bytes(data)
     listed = other.here("rescue").out
-    assert "step-00000020  cannot be believed: tensors.safetensors is not what was written" in listed
+    assert "step-00000020  not valid: tensors.safetensors is not what was written" in listed
     done = other.here("rescue", "--to", "out")
     assert done.code == 0
-    assert re.search(r"step-00000020 is left out.*\nstep 1 of", done.err)
+    assert re.search(r"skipped .*step-00000020: .*\nstep 1 of", done.err)
     assert other.here("rescue", "--to", "other", "--step", "20").code == 7
 
 
 def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, script, undisturbed):
-    """Its model is gone before the process ends. Keeping changes neither a random number nor a line of its output, and nothing more is said."""
+    """Its model is gone before the process ends.
+
+    Rescue changes no random number and no line of output, and prints nothing more.
+    """
     space, lines = undisturbed
     script(PROGRAM)
     done = flatout("run", "--rescue", "python", "train.py", "30", "0", "0")
@@ -172,7 +178,10 @@ def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, scrip
 
 
 def test_without_an_optimizer(flatout, script):
-    """Steps that nobody announces, a program that leaves with an error; then it runs again with a disk that is full, and the saves of the first run stay."""
+    """Steps without an optimizer hook, in a program that ends with an error.
+
+    A second run has a full disk, and the checkpoints of the first run stay.
+    """
     script(BY_HAND)
     done = flatout("run", "--rescue", "python", "train.py", "leaves")
     assert done.code == 3
@@ -182,13 +191,15 @@ def test_without_an_optimizer(flatout, script):
     (kept,) = flatout.folder.glob(".flatout/*/rescue/step-00000030/manifest.json")
     shutil.move(kept.parents[2], kept.parents[3] / "other")
     full = flatout("run", "--rescue", "python", "train.py", "full")
-    assert (full.code, len(told(full.out))) == (-9, 40), "the training goes on"
+    assert (full.code, len(told(full.out))) == (-9, 40), "the training continues"
     assert full.out.startswith(done.out)
-    assert any("File too large" in line and "The training goes on" in line for line in full.said), full.err
+    assert any("File too large" in line and "The training continues" in line for line in full.said), full.err
 
 
-def test_what_an_earlier_run_has_kept_stays(flatout, tmp_path):
-    """The newest run before, and the one that came furthest; the saves of a new run begin with its first step."""
+def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
+    """The most recent earlier run and the one that got furthest stay; the checkpoints of a new run start with
+    its first step.
+    """
     from flatout.state.runs import begin_run, earlier_runs
     from flatout.state.saves import Saves
     from flatout.state.values import pack
@@ -205,16 +216,16 @@ def test_what_an_earlier_run_has_kept_stays(flatout, tmp_path):
     newest = [Saves(folder).newest()[0].step for folder in earlier_runs(tmp_path / "rescue")]
     assert newest == [50, 900]
     listed = flatout.here("rescue", str(tmp_path))
-    assert listed.out.count("of an earlier run") == 2
+    assert listed.out.count("from an earlier run") == 2
 
 
-def test_nothing_was_kept(flatout):
+def test_no_checkpoints(flatout):
     done = flatout.here("rescue")
     assert done.code == 2
     assert "flatout run --rescue" in done.err
 
 
-def test_words_of_others_cannot_harm_a_terminal(flatout, tmp_path):
+def test_control_characters_from_files_do_not_reach_the_terminal(flatout, tmp_path):
     from flatout.state.saves import Saves
     from flatout.state.values import pack
 

@@ -1,4 +1,4 @@
-"""`flatout run`: the program takes the process over; a plan costs one line, and never the program."""
+"""`flatout run`: the program takes over the process; a plan adds one line and never breaks the program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def keys(flatout, *words, cwd=None):
-    """What a plan for this command must be made for."""
+    """The keys that a plan for this command must have."""
     code = ("import json, sys\nfrom flatout.launch.command import understand\nfrom flatout.probe.machine import look\n"
             "from flatout.tune.session import key_of, job_folder\n"
             "cmd = understand(sys.argv[1:])\nprint(json.dumps([key_of(cmd, look()), str(job_folder(cmd).plan)]))")
@@ -36,7 +36,9 @@ def write_plan(path, levers, made_for=()):
 
 
 def test_it_becomes_the_program(flatout, script):
-    """Same process number, same parent; no job, and nothing that hears of what the program imports or does."""
+    """The process number and the parent stay the same; there is no job, and nothing observes what the program
+    imports or does.
+    """
     script("import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
            "print(os.getpid(), os.getppid(), entered, sys.argv)")
     process = flatout.start("run", "python", "train.py", "--lr", "0.1", "--help")
@@ -55,7 +57,9 @@ rank()
 
 
 def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
-    """The traceback comes first and unchanged, the exit code stays, nothing is left in the temporary folder."""
+    """The traceback comes first and unchanged, the exit code stays, and nothing is left in the temporary
+    folder.
+    """
     script(DYING)
     (tmp_path / "tmp").mkdir()
     plain = flatout.plain("python", "train.py")
@@ -65,7 +69,7 @@ def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
     assert remark.startswith("flatout: no plan fits")
     assert rest.startswith(plain.err)
     assert rest.removeprefix(plain.err).splitlines() == done.said[1:]
-    assert done.said[1] == "flatout: LOCAL_RANK is not set: the script wants to be started by torchrun."
+    assert done.said[1] == "flatout: LOCAL_RANK is not set: start the script with torchrun."
     assert 'train.py:4 in rank: return int(os.environ["LOCAL_RANK"])' in done.said[2]
     assert done.said[-1] == "flatout:   more   flatout explain FE083"
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -165,13 +169,13 @@ def test_the_plan_beside_the_script_is_found(flatout, script):
     key, _ = keys(flatout, "python", "sub/train.py")
     write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"', key)
     assert flatout("run", "python", "sub/train.py").out == "4294967295\n"
-    # Somebody's own plan, made for nothing in particular, holds too.
+    # A hand-written plan without a command applies too.
     write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"')
     assert flatout("run", "python", "sub/train.py", "--any").out == "4294967295\n"
 
 
 def test_of_two_plans_the_newer_one_counts(flatout, script):
-    """A person edits flatout.toml; the tuner's own record must not hide that. A later tuning counts again."""
+    """You edit flatout.toml; the tuner's own record must not hide that. A later tuning counts again."""
     script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
     key, record = keys(flatout, "python", "train.py")
     beside = flatout.folder / "flatout.toml"
@@ -252,7 +256,7 @@ sys.exit(7)
 
 @pytest.fixture
 def train(flatout, script, tmp_path):
-    """``done = train(levers)`` runs the little program under these levers."""
+    """``done = train(levers)`` runs the small program under these levers."""
     pytest.importorskip("torch")
 
     def run(levers, source=QUIET_TRAINING, **options):
@@ -283,23 +287,25 @@ def test_levers_act_and_what_cannot_is_named(train):
     line = done.err.splitlines()[0]
     applied, _, left = line.partition("; not applied: ")
     assert applied == "flatout: applied fused_optimizer=fused"
-    for part in ("no_such_lever (this flatout has no such lever; see `flatout levers`)",
+    for part in ("no_such_lever (this version of flatout has no such lever; see `flatout levers`)",
                  "channels_last (no module of the model is an nn.Conv2d or nn.ConvTranspose2d)",
-                 "loader=3 (it failed at the start (TypeError: ", "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
+                 "loader=3 (it failed to start (TypeError: ", "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
                  "tf32 (no parameter of the program is on a CUDA device)"):
         assert part in left
 
 
 def test_a_lever_that_fails_at_its_start_leaves_the_program_running(train):
-    """A value of the wrong kind for each: nothing of it stays, and the results are those of the plain program."""
+    """Each lever gets a value of the wrong kind: it leaves no trace, and the results are those of the plain
+    program.
+    """
     bad = train('threads = "many"\nautocast = "int3"\nfused_optimizer = "sideways"\nloader = "x"')
     assert bad.code == 7
     assert len(bad.err.splitlines()) == 1
     assert "Traceback" not in bad.err
-    assert "loader=x (it failed at the start" in bad.err
+    assert "loader=x (it failed to start" in bad.err
 
 
-def test_a_program_without_torch_is_told_so(train):
+def test_a_program_without_torch_gets_a_message(train):
     done = train("gc_pause = true", source="print('no torch here')")
     assert done.out == "no torch here\n"
     assert done.err == "flatout: nothing was applied: this program never imported torch\n"
@@ -313,15 +319,15 @@ def test_a_program_that_never_steps(train):
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])
-def test_python_that_keeps_us_out(flatout, script, tmp_path, option):
+def test_python_options_that_disable_flatout(flatout, script, tmp_path, option):
     script("print('ran')")
     path = write_plan(tmp_path / "plan.toml", "gc_pause = true")
     done = flatout("run", "--plan", str(path), "python", option, "train.py")
     assert done.out == "ran\n"
-    assert done.said == [f"flatout: nothing can be applied: `python {option}` keeps flatout out; leave the option away"]
+    assert done.said == [f"flatout: nothing can be applied: `python {option}` disables flatout; remove the option"]
 
 
-def test_children_that_train_are_reached_and_only_one_speaks(train):
+def test_children_that_train_are_reached_and_only_one_reports(train):
     done = train('fused_optimizer = "fused"', source=r'''
 import os
 import torch
@@ -347,7 +353,7 @@ def test_nothing_is_left_in_the_temporary_folder(train, tmp_path):
 
 
 def test_what_the_program_saves_is_the_plain_programs(train, flatout, tmp_path):
-    """A model pickled whole under a plan is read back where flatout is not."""
+    """A model pickled whole under a plan loads where flatout is not installed."""
     source = QUIET_TRAINING.replace("sys.exit(7)", "torch.save(model, 'whole.pt'); torch.save(optimizer.state_dict(), 'optimizer.pt')")
     done = train("gc_pause = true\nthreads = 1\n", source=source)
     assert done.code == 0

@@ -1,4 +1,4 @@
-"""`flatout scale`: from a profile without a process, and from a real program."""
+"""`flatout scale`: from a profile without starting a process, and from a real program."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flatout.measure.links import Fabric
 from flatout.measure.scaling import Work, evenly, predict
 from flatout.plan.scale import NETWORKS, ScaleRecord, Timing
 
-# Whether or not the list of commands has it.
+# This works whether or not the list of commands has it.
 FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main.COMMANDS.setdefault('scale', ''); main.main()"]
-HERE = {"PYTHONPATH": str(Path(package.__file__).parent.parent)}  # the checkout that is tested, wherever another one is installed
+HERE = {"PYTHONPATH": str(Path(package.__file__).parent.parent)}  # the checkout under test, wherever another one is installed
 
 PROGRAM = '''\
 import torch
@@ -39,7 +39,7 @@ while True:
 
 @pytest.fixture
 def profile(tmp_path):
-    """A step of 10.3 ms, 64 MB of gradients in three tensors, on a GPU."""
+    """A step of 10.3 ms with 64 MB of gradients in three tensors, on a GPU."""
     path = tmp_path / "profile.json"
     record = healthy(device="cuda", step_ms=10.0, samples_per_s=3200.0)
     record.settings["gradient_bytes"] = [24_000_000, 40_000, 40_000_000]
@@ -60,7 +60,7 @@ def test_from_a_profile(flatout, profile):
     work = Work(record.timing, tuple(map(float, record.tensor_bytes)), 64_040_000.0, overhead=OVERHEAD, local_steps=16)
     fabric = Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink3"], 8)
     assert record.points == [predict(work, fabric, way, 2**power) for way in ("ddp", "fsdp", "hybrid", "local") for power in range(7)]
-    for words in ("Foretold, not measured", "32.0 samples", "neighbours cost 6.2%", "local SGD averages parameters every 16 steps", "FSDP on 64 devices: "):
+    for words in ("Predicted, not measured", "32.0 samples", "devices cost 6.2%", "local SGD averages parameters every 16 steps", "FSDP on 64 devices: "):
         assert words in " ".join(done.out.split())
 
 
@@ -69,7 +69,7 @@ def ask(profile, *words):
     return ScaleRecord.from_json(json.loads(done.stdout)) if done.exception is None else done.exception
 
 
-def test_another_device_strong_scaling_and_what_was_said(profile):
+def test_another_device_strong_scaling_and_given_figures(profile):
     plain = ask(profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0")
     faster = ask(profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--compute-scale", "50", "--overhead", "0")
     assert faster.points[0].compute_ms == pytest.approx(9.5 / 50 + 0.5)  # the host's half millisecond stays
@@ -91,7 +91,7 @@ def test_another_device_strong_scaling_and_what_was_said(profile):
     assert fixed.points[0].efficiency == pytest.approx(0.5, rel=0.02)
 
 
-def test_an_older_profile_says_only_the_sum(profile):
+def test_an_older_profile_has_only_the_sum(profile):
     record = json.loads(profile.read_text())
     del record["settings"]["gradient_bytes"]
     record["settings"]["dtypes"] = {"float32": 64_000_000}
@@ -105,12 +105,12 @@ def test_an_older_profile_says_only_the_sum(profile):
 @pytest.mark.parametrize(("words", "said"), [
     (["--network", "nonesuch"], "ib-ndr"), (["--network", "nvlink4", "--inside", "nvlink4"], "joins the devices of one machine"),
     (["--network", "ib-ndr", "--strategies", "tensor"], "ddp, fsdp, hybrid, local"), (["--network", "ib-ndr", "--gpus", "8..2"], "--gpus")])
-def test_what_cannot_be_understood(profile, words, said):
+def test_invalid_arguments(profile, words, said):
     assert said in str(ask(profile, *words))
 
 
 @pytest.mark.parametrize("change", [{"unit": "backward"}, {"step_ms": None}, {"settings": {}}])
-def test_a_profile_that_does_not_tell(profile, change):
+def test_a_profile_without_the_needed_figures(profile, change):
     record = json.loads(profile.read_text())
     profile.write_text(json.dumps({**record, **change}))
     assert type(ask(profile, "--network", "ib-ndr")).__name__ in ("NothingMeasured", "UsageError")
@@ -118,7 +118,7 @@ def test_a_profile_that_does_not_tell(profile, change):
 
 @pytest.mark.timeout(120)
 def test_a_real_program(flatout):
-    """Measured as it is, and with half its batch."""
+    """Measured as it is and with half its batch."""
     (flatout.folder / "train.py").write_text(PROGRAM)
     done = flatout("scale", "--gpus", "1,2,64", "--network", "ethernet-25g", "--scaling", "strong", "--strategies", "ddp", "--job", "job", "--json",
                    "python", "train.py", python=FLATOUT, env=HERE)

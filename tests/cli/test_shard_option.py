@@ -1,4 +1,6 @@
-"""`flatout run --procs N --shard`: ranks that keep a part of each weight print and save what one process does; when that is chosen, and what is said of it."""
+"""`flatout run --procs N --shard`: ranks that each keep a shard of each weight print and save what one
+process does. Also when sharding is chosen, and what is reported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "
 
 
 @pytest.mark.timeout(180)
-def test_a_script_for_one_process_as_two_that_divide_its_weights(flatout, script):
+def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, script):
     script(TRAINS)
     one = flatout("train.py", python=[sys.executable])
     saved = torch.load(flatout.folder / "last.pt")
@@ -44,7 +46,7 @@ def test_a_script_for_one_process_as_two_that_divide_its_weights(flatout, script
     assert (one.code, two.code) == (0, 0), two.err
     assert two.out == one.out
     assert "sharding(over=node)" in two.err
-    assert "each of the 2 ranks keeps a part of them, as asked for" in two.err
+    assert "each of the 2 ranks keeps a shard, as requested" in two.err
     assert (flatout.folder / "held.txt").read_text() == "578 here\n"  # of 1139: half of each layer, and two of three rows of the head
     again = torch.load(flatout.folder / "last.pt")
     assert list(again["model"]) == list(saved["model"])
@@ -58,17 +60,19 @@ def test_a_script_for_one_process_as_two_that_divide_its_weights(flatout, script
 @pytest.mark.parametrize(
     ("wish", "weights_gib", "device", "divides", "says"),
     [
-        ("auto", 1, "cuda", False, ""),  # 4 of 80: nothing to say
-        ("auto", 8, "cuda", False, "--shard always divides them"),
+        ("auto", 1, "cuda", False, ""),  # 4 of 80: nothing to report
+        ("auto", 8, "cuda", False, "--shard always shards them"),
         ("auto", 11, "cuda", True, "44 GiB"),
-        ("never", 11, "cuda", False, "each rank keeps all of them"),
-        ("always", 0.001, "cuda", True, "as asked for"),
+        ("never", 11, "cuda", False, "each rank keeps a full copy"),
+        ("always", 0.001, "cuda", True, "as requested"),
         ("auto", 3, "cpu", True, "16 GiB"),  # 12 of 32 / 2
         ("auto", 1.5, "cpu", False, "6 GiB"),
     ],
 )
-def test_when_weights_are_divided(wish, weights_gib, device, divides, says):
-    """By what one process holds, four times its weights with Adam, beside the GPU or the machine's memory over the ranks."""
+def test_when_weights_are_sharded(wish, weights_gib, device, divides, says):
+    """The choice compares the need of one process, four times its weights with Adam, with the memory of the
+    GPU, or of the machine divided by the ranks.
+    """
     held = {"weights": int(weights_gib * GIB), "gradients": int(weights_gib * GIB), "optimizer state": int(2 * weights_gib * GIB)}
     facts = Facts(memory_bytes=32 * GIB, gpus=(Gpu("A100", 80 * GIB, (8, 0)), Gpu("H200", 140 * GIB, (9, 0))))
     found = verdict(wish, held, device, facts, 2)
@@ -77,7 +81,7 @@ def test_when_weights_are_divided(wish, weights_gib, device, divides, says):
     assert bool(found.sentence) is bool(says)
 
 
-def test_running_out_of_memory_is_told_from_other_ends():
+def test_running_out_of_memory_is_distinguished_from_other_failures():
     assert ran_out(TrialRecord("failed", reason="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", exit_code=1))
     assert ran_out(TrialRecord("failed", log_tail="RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes", exit_code=1))
     assert ran_out(TrialRecord("failed", exit_code=-9))

@@ -1,4 +1,4 @@
-"""`flatout run --supervise`: real programs that die, hang and are told to end, under the real command line."""
+"""`flatout run --supervise`: real programs that die, hang or get SIGTERM, under the real command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from processes import alive, until
 
-# Saves and goes on by itself. FAULTS: a fault for each start, "kind@step"; which start this is stands in a file.
+# The program saves and resumes by itself. FAULTS gives one fault per start, "kind@step"; a file counts the
+# starts.
 TRAINS = '''
 import ctypes, hashlib, os, signal, sys, time
 import torch
@@ -65,7 +66,7 @@ def supervise(flatout, *words, options=(), **more):
     return done
 
 
-def test_what_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(flatout, script):
+def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(flatout, script):
     script(TRAINS)
     plain = flatout.plain("python", "train.py")
     for name in ("last.pt", "starts"):
@@ -73,15 +74,15 @@ def test_what_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(flatout, 
     done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s"], env={"FAULTS": "SIGKILL@13 locks@27 SIGSTOP@42"})
     assert (done.code, done.out) == (0, plain.out), done.err
     said = "\n".join(done.said)
-    assert "`python train.py` was ended by SIGKILL after step 12." in said
-    assert re.search(r"process \d+ has ended no step for \d s \(after step 16, in a step; its limit is \d s\)\. "
+    assert "`python train.py` was killed by SIGKILL after step 12." in said
+    assert re.search(r"process \d+ has finished no step for \d s \(after step 16, in a step; its limit is \d s\)\. "
                      r"It waits .*: train.py, line 22, in strike", said), said
     assert re.search(r"process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
-    assert "started again (2 of at most 20): its newest save is of step 20." in said
-    assert re.search(r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time brought steps that were kept; what happened is in /", said), said
+    assert "restarted (2 of at most 20): its newest checkpoint is of step 20." in said
+    assert re.search(r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time went into steps that were kept; the incidents are in /", said), said
     lines = incidents(flatout)
     assert [(line["kind"], line["attempt"], line["exit_code"]) for line in lines] == [("signal", 1, 137), ("hung", 2, 8), ("stopped", 3, None)]
-    assert [line["kept"] for line in lines] in ([10, 20, 40], [10, 20, 50])  # it goes on while that is written down
+    assert [line["kept"] for line in lines] in ([10, 20, 40], [10, 20, 50])  # training continues while that is written
     for line in lines[:2]:
         assert line["followed_by"] == "restart"
         assert line["start_s"] > 0
@@ -111,18 +112,18 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2):
 '''
 
 
-def test_a_loader_worker_that_stands_still_is_named(flatout, script):
+def test_a_stalled_loader_worker_is_named(flatout, script):
     script(WORKERS)
     done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s", "--restarts", "0"])
     said = "\n".join(done.said)
     assert done.code == 8, done.err
     assert re.search(r"loader worker 0 \(process \d+\) of process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
-    assert re.search(r"loader worker 0 \(process \d+\) of process \d+ has given no batch for \d s \(after step 3\d, waiting for data; its limit is \d s\)\. "
+    assert re.search(r"loader worker 0 \(process \d+\) of process \d+ has returned no batch for \d s \(after step 3\d, waiting for data; its limit is \d s\)\. "
                      r"The worker runs: train.py, line 1[23], in __getitem__", said), said
-    assert "not started again: no restarts are allowed (--restarts 0)." in said
+    assert "not restarted: no restarts are allowed (--restarts 0)." in said
 
 
-# Two processes that wait for each other as ranks do, of one import of torch.
+# Two processes that wait for each other as ranks do, with one import of torch.
 TWO = '''
 import os, socket
 import torch
@@ -144,12 +145,12 @@ for step in range(1000):
 '''
 
 
-def test_of_processes_that_wait_for_each_other_the_one_that_does_not_wait_is_named(flatout, script):
+def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
     script(TWO)
     done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s", "--restarts", "0"])
     said = "\n".join(done.said)
     assert done.code == 8, done.err
-    assert re.search(r"\(rank 1\) has ended no step for \d s \(after step \d+, in a step; its limit is \d s\); 1 other waits for it\. "
+    assert re.search(r"\(rank 1\) has finished no step for \d s \(after step \d+, in a step; its limit is \d s\); 1 other waits for it\. "
                      r"It runs: train.py, line 1[45], in <module>", said), said
     assert incidents(flatout)[0]["rank"] == 1
 
@@ -179,46 +180,46 @@ if rank == 0:
 '''
 
 
-def test_a_rank_that_is_killed_under_torchrun_goes_on_with_the_same_bits(flatout, script):
+def test_a_rank_killed_under_torchrun_resumes_with_the_same_bits(flatout, script):
     script(RANKS)
     done = supervise(flatout, "torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
     assert (done.code, done.out) == (0, "the same\n"), done.err
     said = "\n".join(done.said)
-    assert re.search(r"failed after step \d+: rank 1 was the first to end, by SIGKILL", said), said
-    assert re.search(r"started again \(1 of at most \d+\): its newest save is of step [67]\.", said), said
+    assert re.search(r"failed after step \d+: rank 1 was the first to fail, by SIGKILL", said), said
+    assert re.search(r"restarted \(1 of at most \d+\): its newest checkpoint is of step [67]\.", said), said
 
 
-def test_a_loss_that_is_not_a_number_ends_the_program_where_that_was_asked(flatout, script):
+def test_a_nan_loss_ends_the_program_on_request(flatout, script):
     script("import torch\nw = torch.ones(4, requires_grad=True)\nfor step in range(50):\n    loss = (w.sum() - 20 * step).log()\n    loss.backward()\n"
            "    print(step, flush=True)\n")
     done = supervise(flatout, "python", "train.py", options=["--on-nan", "stop"])
     assert (done.code, done.out) == (9, "0\n"), done.err
-    assert "the loss of step 2 was NaN or infinite, and --on-nan stop ends a program there." in done.err
+    assert "the loss of step 2 was NaN or infinite, so --on-nan stop ended the program." in done.err
     assert incidents(flatout)[0]["kind"] == "nan"
 
 
 # -- programs without torch ----------------------------------------------------------------------------------------------
 
 
-def test_the_same_death_again_and_again_ends_it_with_the_reason(flatout, script):
+def test_repeated_identical_crashes_end_it_with_the_reason(flatout, script):
     script("import os\nopen('starts', 'a').write('x')\nos.kill(os.getpid(), 9)\n")
     (flatout.folder / ".flatout").write_text("in the way of the job's folder")
     done = supervise(flatout, "python", "train.py")
     assert (done.code, (flatout.folder / "starts").read_text()) == (137, "xxxx")
-    assert "not started again: 3 restarts in a row have brought it no step further than 0. `flatout explain`" in done.err
+    assert "not restarted: 3 restarts in a row made no progress beyond step 0. `flatout explain`" in done.err
     assert len([line for line in done.said if "incidents.jsonl cannot be written (" in line]) == 1, done.err
 
 
 @pytest.mark.parametrize(("source", "code", "why"), [
-    ("import sys\nsys.exit(3)", 3, "it failed before its first step, and would again"),
-    ("raise ValueError('no')", 1, "it failed before its first step, and would again"),
-    ("raise MemoryError('cannot allocate memory')", 1, "before its first step, and would again|would run out of memory at the same place"),
+    ("import sys\nsys.exit(3)", 3, "it failed before its first step and would fail again"),
+    ("raise ValueError('no')", 1, "it failed before its first step and would fail again"),
+    ("raise MemoryError('cannot allocate memory')", 1, "before its first step and would fail again|would run out of memory at the same place"),
 ])
-def test_what_would_fail_again_is_not_started_again(flatout, script, source, code, why):
+def test_a_failure_that_would_repeat_is_not_restarted(flatout, script, source, code, why):
     script(f"open('starts', 'a').write('x')\n{source}\n")
     done = supervise(flatout, "python", "train.py")
     assert (done.code, (flatout.folder / "starts").read_text()) == (code, "x")
-    assert re.search(f"not started again: .*({why})", done.err), done.err
+    assert re.search(f"not restarted: .*({why})", done.err), done.err
 
 
 def test_input_output_and_exit_code_are_the_programs_own(flatout, script):
@@ -253,21 +254,21 @@ while True:
     ("saves", ["SIGTERM", "SIGTERM"], 143, "SIGTERM ", None),
     ("saves", ["SIGUSR1"], 138, "SIGUSR1 ", None),
     ("plain", ["SIGHUP"], -1, None, None),
-    ("ignores", ["SIGTERM"], -15, "SIGTERM ", "had not ended 1 s after SIGTERM, and was ended. --grace gives it longer"),
+    ("ignores", ["SIGTERM"], -15, "SIGTERM ", "did not exit within 1 s of SIGTERM and was killed. Increase --grace"),
 ])
-def test_signals_reach_the_program_once_and_it_has_its_time(flatout, script, how, sent, code, heard, said):
+def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script, how, sent, code, heard, said):
     script(HANDLES)
     process = flatout.start("run", "--supervise", "--grace", "1s", "python", "train.py", how)
     until((flatout.folder / "ready").exists)
     for name in sent:
         process.send_signal(getattr(signal, name))
-        time.sleep(0.1)  # two of a kind that wait become one
+        time.sleep(0.1)  # two pending signals of the same kind merge into one
     done = flatout.finish(process)
     assert done.left == []
     assert done.code == code, done.err
     assert heard is None or (flatout.folder / "heard").read_text() == heard
     assert said is None or said in done.err
-    assert "started again" not in done.err
+    assert "restarted" not in done.err
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
@@ -282,11 +283,11 @@ def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--grace", "5s"], "--grace is for a program that is watched over. Add --supervise."),
+    (["--grace", "5s"], "--grace works only with a supervised program. Add --supervise."),
     (["--supervise", "--nodes", "2"], "--nodes starts them by an agent on each node"),
-    (["--supervise", "--restarts", "-1"], "a number from 0 on"),
+    (["--supervise", "--restarts", "-1"], "Give 0 or a positive number"),
 ])
-def test_what_cannot_be_asked(flatout, script, words, said):
+def test_invalid_options(flatout, script, words, said):
     script("pass")
     done = flatout.here("run", *words, "python", "train.py")
     assert done.code == 2

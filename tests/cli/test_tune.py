@@ -1,4 +1,4 @@
-"""`flatout tune` on a small program: what it writes, what it promises, and continuing after an interruption."""
+"""`flatout tune` on a small program: its files, its results, and continuing after an interruption."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flatout.probe.machine import look
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
-# Anomaly detection is on, so at least one lever has something to do here.
+# Anomaly detection is on, so at least one lever has an effect here.
 WITH_ANOMALY = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
 
 
 @pytest.fixture(scope="module")
 def tuned(flatout_in, tmp_path_factory, tiny):
-    """One session of 25 seconds, kept for every test of this file."""
+    """One session of 25 seconds, shared by every test of this file."""
     cli = flatout_in(tmp_path_factory.mktemp("tuned"))
     (cli.folder / "train.py").write_text(WITH_ANOMALY + tiny)
     done = cli("tune", "--budget", "25s", "--levers", "debug_off,gc_pause,fused_optimizer", "python", "train.py", timeout=200)
-    return cli, done, next((cli.folder / ".flatout").iterdir())
+    return cli, done, next((cli.folder / ".flatout").glob("*/"))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_what_it_writes(tuned):
     cli, _, job = tuned
     assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
     assert {path.name for path in job.iterdir()} == {"session.json", "flatout.toml", "report.html", "trials"}
+    assert (cli.folder / ".flatout" / ".gitignore").read_text() == "*\n"  # so that records of runs are not committed by accident
     assert job.stat().st_mode & 0o777 == 0o700
     assert (cli.folder / "train.py").read_text().startswith(WITH_ANOMALY)
     for trial in (job / "trials").iterdir():
@@ -86,11 +87,13 @@ def test_every_lever_ended_with_a_reason_or_a_ratio(session):
             assert 0 < lever["low"] <= lever["ratio"] <= lever["high"]
             assert lever["n"] >= 1
     not_asked = {lever["name"]: lever["reason"] for lever in session["levers"] if lever["name"] == "threads"}
-    assert "not among the levers asked for" in not_asked["threads"] or "OMP_NUM_THREADS" in not_asked["threads"]
+    assert "not among the requested levers" in not_asked["threads"] or "OMP_NUM_THREADS" in not_asked["threads"]
 
 
 def test_the_parts_agree(tuned, session):
-    """Applied levers are the plan's; a speedup is there exactly where there is a plan; the promise is never broken."""
+    """The applied levers are those of the plan, a speedup exists exactly where a plan does, and the promise
+    holds.
+    """
     cli, done, job = tuned
     plan = Plan.from_toml((job / "flatout.toml").read_text())
     assert (cli.folder / "flatout.toml").read_text() == (job / "flatout.toml").read_text()
@@ -106,7 +109,7 @@ def test_the_parts_agree(tuned, session):
     assert session["message"].split("x")[0] in done.out or "plain" in session["message"] or session["undecided"]
 
 
-def test_the_report_is_one_file_that_stands_alone(tuned):
+def test_the_report_is_one_self_contained_file(tuned):
     text = (tuned[2] / "report.html").read_text()
     assert text.startswith("<!doctype html>")
     assert not re.search(r"""(?:src|href)\s*=\s*["']?https?:""", text)
@@ -137,7 +140,7 @@ def test_plan_and_report_show_the_session(tuned):
 
 
 def test_interrupted_and_continued(flatout, script, by_hand):
-    """Ctrl-C keeps every measured block; the same command continues from there."""
+    """Ctrl-C keeps every measured block, and the same command continues from there."""
     script(WITH_ANOMALY + by_hand)
     words = ("tune", "--levers", "debug_off,gc_pause", "--no-write")
 
@@ -183,4 +186,4 @@ def test_half_precision_is_left_out_where_it_was_not_asked_for(flatout, script, 
     for name in ("autocast", "reduced_precision"):
         assert (levers[name]["effect"], levers[name]["status"]) == ("precision", "skipped")
         if {"amx_bf16", "avx512_bf16"} & set(look().cpu_flags):
-            assert levers[name]["reason"] == "its effect here is precision, which was not asked for"
+            assert levers[name]["reason"] == "its effect here is precision, which was not requested"

@@ -1,4 +1,4 @@
-"""`flatout run --watch`: a line beside the program, and nothing else is otherwise."""
+"""`flatout run --watch`: one status line next to the program changes nothing else."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
     assert 500 < steps <= 512
     assert samples == pytest.approx(16 * rate, rel=0.02)
     assert re.search(r"waits for data \d+ %", summary)
-    assert re.search(r"at most [\d.,]+ [MG]iB", summary)
+    assert re.search(r"peak memory [\d.,]+ [MG]iB", summary)
 
 
 def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
-    """What the program prints comes through whole; the live row is written between saving and restoring the cursor."""
-    script(PROGRAM.replace("EPOCHS", "15") + "    time.sleep(0.2)\n")  # 3 s: the row is drawn on any machine
+    """The program's output is complete; the live row is written between saving and restoring the cursor."""
+    script(PROGRAM.replace("EPOCHS", "15") + "    time.sleep(0.2)\n")  # 3 s: long enough to show the row on any machine
     outside, inside = pty.openpty()
     import fcntl
     import struct
@@ -59,7 +59,7 @@ def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     while True:
         try:
             more = os.read(outside, 1 << 16)
-        except OSError:  # the terminal is gone with the program
+        except OSError:  # the terminal closes with the program
             break
         if not more:
             break
@@ -72,5 +72,5 @@ def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     assert rows, seen
     assert all(b"steps/s" in row or b"no step" in row for row in rows)
     assert max(map(len, rows)) < 100
-    assert seen.index(b"\x1b[1;23r") < seen.rindex(b"\x1b[r"), "the rows above scroll alone, and at the end all of them again"
+    assert seen.index(b"\x1b[1;23r") < seen.rindex(b"\x1b[r"), "only the rows above scroll, and at the end all rows scroll again"
     assert b"steps in" in seen.rpartition(b"\x1b[r")[2]

@@ -1,4 +1,6 @@
-"""`flatout run --with`: a lever by name for this run, alone and with several ranks; and words for what is none."""
+"""`flatout run --with`: a lever by name for this run, on one process and on several ranks, and errors for
+invalid names.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ print("done")
 
 
 def test_it_is_a_choice_of_this_run(flatout):
-    """Beside the plan's, with the person for its origin; the program is told of it, whatever it will do with it."""
+    """The choice adds to the plan's levers and names the user as its origin.
+
+    The program learns of it, whether or not it uses it.
+    """
     (flatout.folder / "plan.toml").write_text("schema = 1\n[levers]\ngc_pause = true\nthreads = 2\n")
     shown = "import json, os; print([(c['name'], c['value'], c['origin']) for c in json.load(open(os.environ['FLATOUT_JOB']))['plan']['choices']])"
     done = flatout("run", "--plan", "plan.toml", "--with", "comm_compression=bf16", "--with", "threads=1", "python", "-c", shown)
@@ -49,7 +54,9 @@ def test_it_is_a_choice_of_this_run(flatout):
 
 
 def test_by_name_with_ranks(flatout, script):
-    """Ranks that step by themselves, what data_parallel is to do among the words, levers by their names alone; and a rank that loses the others."""
+    """Ranks that step by themselves, an option of data_parallel in the text, levers by name only, and a rank
+    that loses the others.
+    """
     script(LEARNS)
     words = ["run", "--procs", "2", "--with", 'data_parallel={reduction = "mean"}', "--with", "comm_compression", "--with", "local_sgd={every = 4}",
              "--with", "fused_optimizer", "--with", "loader", "python", "train.py"]
@@ -57,7 +64,7 @@ def test_by_name_with_ranks(flatout, script):
     assert ranks.code == 0, ranks.err
     assert "rehearsing" not in ranks.err
     assert "local_sgd(every=4), comm_compression=bf16, fused_optimizer=" in ranks.err
-    assert "left out" not in ranks.err  # a plan's lever for loaders would be
+    assert "left out" not in ranks.err  # a lever of the plan for loaders would be
     assert "the loss that the script reads is that of each rank's own share" in ranks.err
     assert ranks.out.endswith("done\n")
     assert len(re.findall(r"^sum ", ranks.err, re.MULTILINE)) == 1
@@ -73,7 +80,7 @@ def test_by_name_with_ranks(flatout, script):
     ("local_sgd={every=8}", {"every": 8}), ('comm_compression={kind = "powersgd", rank = 1}', {"kind": "powersgd", "rank": 1}), ("gc_pause = true", True),
     ("compile=max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
 ])
-def test_words_that_name_a_lever(text, value):
+def test_texts_that_name_a_lever(text, value):
     choice = LeverByName().convert(text, None, None)
     assert (choice.value, choice.origin) == (value, Origin.USER)
     assert LeverByName().convert(in_words(choice), None, None) == choice
@@ -81,10 +88,10 @@ def test_words_that_name_a_lever(text, value):
 
 @pytest.mark.parametrize(("text", "says"), [
     ("autocats", "no lever 'autocats'; did you mean autocast?"), ("=3", "no lever ''"), ("nothing_like_it=3", "`flatout levers` lists them"),
-    ("threads=", "no value for threads"), ("threads=[1, 2]", "no value for threads"), ("threads=2\nother=1", "no value for threads"),
-    ("local_sgd={every=0}", "every is a whole number of steps from 1 on, not 0"), ("comm_compression=bf17", "powersgd"), ("gradient_buckets=-1", "MiB"),
-    ("data_parallel={reduction='product'}", "reduction is one of mean, sum"),
+    ("threads=", "not a value for threads"), ("threads=[1, 2]", "not a value for threads"), ("threads=2\nother=1", "not a value for threads"),
+    ("local_sgd={every=0}", "every must be a whole number of steps from 1, not 0"), ("comm_compression=bf17", "powersgd"), ("gradient_buckets=-1", "MiB"),
+    ("data_parallel={reduction='product'}", "reduction must be one of mean, sum"),
 ])
-def test_words_that_name_none(text, says):
+def test_texts_that_name_no_lever(text, says):
     with pytest.raises(BadParameter, match=re.escape(says)):
         LeverByName().convert(text, None, None)

@@ -1,4 +1,7 @@
-"""Machines as `flatout doctor` would have seen them. The texts are in the formats of the kernel, of nvidia-smi and of torch; names and numbers are invented."""
+"""Machines as `flatout doctor` would see them.
+
+The texts use the formats of the kernel, nvidia-smi and torch; names and numbers are invented.
+"""
 
 from __future__ import annotations
 
@@ -158,14 +161,14 @@ FINE: dict[str, Any] = {"bus": "17", "index": 0, "name": "NVIDIA H100 80GB HBM3"
                         "state": "P0",
                         "hot": "Not Active", "used": 1, "mode": "Default", "ecc": "Enabled", "errors": 0, "pending": "No", "temperature": 31, "watts": 700,
                         "clock": "1980 MHz", "processes": ""}
-# The names that changed with the years: nvsmi_device_v11 (drivers to 530), v12 (to 575), v13 (from 580).
+# The names that changed over the years: nvsmi_device_v11 (drivers to 530), v12 (to 575), v13 (from 580).
 DIALECTS = {11: {"reasons": "throttle", "power": "power_readings", "limit": "enforced_power_limit"},
             12: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"},
             13: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"}}
 
 
 def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0", dialect: int = 13) -> Ran:
-    """What `nvidia-smi -q -x` prints of GPUs that are fine but for what is given of each."""
+    """The output of `nvidia-smi -q -x` for healthy GPUs, apart from the given values of each."""
     body = "".join(GPU.format(**{**FINE, "index": at, **DIALECTS[dialect], **gpu}) for at, gpu in enumerate(gpus))
     out = (f'<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v{dialect}.dtd">\n'
            '<nvidia_smi_log>\n\t<timestamp>Sat Nov 21 10:00:00 2026</timestamp>\n'
@@ -211,12 +214,12 @@ _HEALTHY = Sight(
 
 
 def healthy() -> Sight:
-    """A machine with one GPU on which nothing is to be mended."""
+    """A machine with one GPU and nothing to fix."""
     return copy.deepcopy(_HEALTHY)
 
 
 def without_gpu() -> Sight:
-    """The same without a GPU and its driver, and with the build of torch for the CPU."""
+    """The same without a GPU and its driver, and with the CPU build of torch."""
     sight = healthy()
     for path in ("/proc/driver/nvidia/version", "/sys/bus/pci/devices/0000:17:00.0/class", "/sys/bus/pci/devices/0000:17:00.0/vendor"):
         sight.files[path] = None

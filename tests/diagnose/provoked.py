@@ -1,8 +1,12 @@
-"""Small programs that really fail, each with its mended twin: ``program(well=False)`` dies, ``program(well=True)`` runs through.
+"""Small programs that really fail, each with its fixed version.
 
-    python provoked.py OUT.json [NAME ...]     provokes these, or all that are quick, and writes what a dying process would have seen
+``program(well=False)`` dies and ``program(well=True)`` completes.
 
-A program marked ``apart`` changes its process (limits, groups of processes, signals) and gets a forked one of its own.
+    python provoked.py OUT.json [NAME ...]
+
+runs the named programs, or all quick ones, and writes what a dying process would have recorded.
+
+A program marked ``apart`` changes its process (limits, process groups, signals) and gets its own fork.
 """
 
 from __future__ import annotations
@@ -35,14 +39,16 @@ from torch.utils.data import DataLoader, Dataset
 
 @dataclass(frozen=True)
 class Program:
-    """``code`` is the kind that it must be explained as; ``says`` are words of the user's that the cause must hold."""
+    """``code`` is the expected failure kind; ``says`` are words of the user's program that the cause must
+    contain.
+    """
 
     name: str
     code: str
     says: tuple[str, ...]
     run: Callable[[bool], object]
     apart: bool
-    tried: str  # why the mended twin is not run; empty where it is
+    tried: str  # why the fixed version is not run; empty where it is
     slow: bool  # provoked by the benchmark, not by the tests
     of_cuda: bool  # only a torch that was built with CUDA fails so
 
@@ -122,7 +128,7 @@ def cuda_after_fork(well):
     try:
         torch.cuda.init()
     except RuntimeError:
-        pass  # no driver here, and yet the process counts as one that has used CUDA
+        pass  # no driver here, but the process counts as one that has used CUDA
     number = os.fork()
     if number == 0:
         raise_in_child(lambda: torch.zeros(1).cuda())
@@ -465,7 +471,7 @@ def an_error_in_a_worker(well):
 
 
 def dies(at: int, how: Callable[[], object], well: bool) -> int:
-    if at == 0 and not well:  # before anything is handed over: what the main process would meet then is a matter of luck
+    if at == 0 and not well:  # before any batch is handed over: what the main process would meet then depends on timing
         how()
     return at
 
@@ -678,7 +684,7 @@ def a_checkpoint_of_other_sizes(well):
 
 
 class Settings:
-    """What people put into checkpoints."""
+    """An object that users put into checkpoints."""
 
     lr = 0.1
 
@@ -829,7 +835,7 @@ def raise_in_child(fails: Callable[[], object]) -> None:
 
 
 class Carried(Exception):
-    """What a child of a program has seen."""
+    """The record of a child of a program."""
 
 
 def reraise_from_child() -> None:
@@ -841,9 +847,9 @@ def reraise_from_child() -> None:
 def _seen(error: BaseException) -> tuple[dict, str]:
     from flatout.capture.failing import look
 
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker, here
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
     trace = error.__traceback__
-    # The frames of this file's own harness are not the program's.
+    # The frames of this file's own harness do not belong to the program.
     trace = trace.tb_next if trace is not None else None
     return look(error.with_traceback(trace)).to_json(), "".join(traceback.format_exception(type(error), error, trace))
 
@@ -864,7 +870,7 @@ def _die(one: Program, well: bool) -> dict:
 
 
 def _apart(one: Program, well: bool) -> dict:
-    """In a forked process; one that a signal ends has nothing to say but that."""
+    """Run it in a forked process. A process ended by a signal reports only the signal."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
         number = os.fork()

@@ -1,6 +1,7 @@
-"""Texts of failures that need a GPU, several machines or a broken installation: what torch and CUDA printed, from public reports. Not run here.
+"""Texts of failures that need a GPU, several machines or a broken installation. torch and CUDA printed them;
+they come from public reports and are not run here.
 
-Only the messages are kept: of people's own paths and programs nothing.
+Only the messages are kept, without the reporters' own paths and programs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PYTORCH = "https://github.com/pytorch/pytorch/issues/"
 @dataclass(frozen=True)
 class Recorded:
     code: str
-    says: tuple[str, ...]  # what the cause must hold
+    says: tuple[str, ...]  # what the cause must contain
     source: str
     text: str
     needs: str = "a GPU"

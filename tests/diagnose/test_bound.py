@@ -1,4 +1,4 @@
-"""The bound is the largest share of the step, and a what-if that was measured counts before anything else."""
+"""The bound is the largest share of the step, and a measured what-if counts before anything else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(**ratios: float) -> list[WhatIf]:
         ({"what_ifs": measured(loader=1.005, optimizer=3.0)}, "optimizer", "an optimizer that does nothing"),
         ({"what_ifs": measured(loader=1.005, copies=1.9, optimizer=1.1)}, "copy", "batches on the device already"),
         ({"what_ifs": []}, "data", "waited for the loader"),
-        ({"what_ifs": measured(loader=1.0), "python_ms": 7.0}, "python", "7.00 ms in no operator"),
+        ({"what_ifs": measured(loader=1.0), "python_ms": 7.0}, "python", "7.00 ms outside operators"),
         ({"what_ifs": measured(loader=1.0, logging=3.0)}, "python", "no messages"),
         ({"what_ifs": measured(loader=1.0)}, "compute", "aten::addmm alone takes 80%"),
         ({"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 1000, 8.0, share=1.0)], "operators_a_step": 1000.0},
@@ -43,7 +43,7 @@ def test_each_bound(more, bound, words):
     assert words in why
 
 
-def test_what_is_not_told_from_nothing_is_no_gain():
+def test_a_gain_within_the_noise_is_no_gain():
     record = profile(what_ifs=[WhatIf("loader", Ratio(1.4, 0.9, 2.0, 2)), WhatIf("optimizer", why_not="no optimizer here")])
     assert gain_of(record, "loader") == 0.0
     assert gain_of(record, "optimizer") is None
@@ -63,10 +63,10 @@ def test_shares_are_parts_of_one_step():
     assert sum(shares(profile(what_ifs=measured(loader=2.0, optimizer=1.2), python_ms=9.0)).values()) == pytest.approx(1.0)
 
 
-def test_nothing_measured_is_not_named():
+def test_an_unmeasured_share_is_not_named():
     assert name_bound(ProfileRecord(["a"], "/")) == ("", "")
 
 
-def test_the_little_that_was_seen_is_not_what_limits():
+def test_a_small_measured_share_is_not_the_bound():
     seen = {"data": PhaseTime(0.1, 0.1, 0.1, 0.01)}
     assert name_bound(profile(phases=seen, operations=[], python_ms=None)) == ("", "")

@@ -1,4 +1,4 @@
-"""Choosing rules, hiding them by comments, and the order of what is found."""
+"""Selecting rules, suppressing them with comments, and the order of findings."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_comments_hide_what_they_name(comments, left):
     assert sorted(codes(SAVES.format(*comments))) == left
 
 
-def test_a_comment_that_hides_nothing_is_told_only_where_its_rule_was_asked_for():
+def test_an_unused_comment_is_reported_only_where_its_rule_is_selected():
     text = "import torch  # flatout: ignore FL302\n"
     assert codes(text) == ["FL349"]
     assert codes(text, select=["FL304", "FL349"]) == []
     assert codes(text, ignore=["FL349"]) == []
 
 
-def test_select_and_ignore_take_beginnings_of_codes():
+def test_select_and_ignore_take_prefixes_of_codes():
     text = SAVES.format("", "")
     assert codes(text, select=["FL3"]) == ["FL302", "FL304"]
     assert codes(text, select=["FL0", "FL304"]) == ["FL304"]
@@ -62,7 +62,7 @@ def test_worst_first_then_by_line():
     assert {f.severity for f in found} == set(kinds)
 
 
-def test_the_mend_of_a_finding_names_the_users_own_things():
+def test_the_fix_of_a_finding_uses_the_users_own_names():
     text = "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n" \
            "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
     (finding,) = check(Program.of_text(text))

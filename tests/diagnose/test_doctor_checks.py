@@ -1,4 +1,6 @@
-"""Every question of `flatout doctor`, asked of a machine with one fault: the verdict, what is said of it, and the command that mends it."""
+"""Every check of `flatout doctor` on a machine with one fault: the verdict, the text, and the command that
+fixes it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ def test_a_healthy_machine_is_fine():
 
 
 def test_a_machine_without_a_gpu_is_fine():
-    """Questions about GPUs are not asked; that nvcc and the GPU are not there is a note."""
+    """Checks about GPUs are skipped; a missing nvcc and a missing GPU are a note."""
     found = checked(without_gpu())
     assert {code: check.verdict for code, check in found.items() if check.verdict != Verdict.OK} == {"FD020": "note", "FD042": "note"}
     assert not {"FD021", "FD030", "FD038"} & set(found)
 
 
-def test_nothing_seen_is_nothing_fine():
+def test_an_empty_record_is_not_fine():
     assert {check.verdict for check in examine(Sight())} == {"not seen"}
     assert not [check.seen for check in examine(Sight()) if "mistake" in check.seen]
 
@@ -66,7 +68,7 @@ def variables(**changes: str) -> Change:
 
 
 def old_driver(sight: Sight) -> None:
-    """Driver 535, CUDA 12.2, under a torch that was built for CUDA 13.0: torch warns and is not available."""
+    """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
     sight.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12)
     sight.runs["nvidia-smi capability"] = capabilities("8.0")
     sight.files["/proc/driver/nvidia/version"] = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
@@ -75,14 +77,16 @@ def old_driver(sight: Sight) -> None:
 
 
 def ancient_driver(sight: Sight) -> None:
-    """Driver 470, CUDA 11.4: too old for every build of this torch; nvidia-smi does not know compute_cap yet."""
+    """Driver 470 with CUDA 11.4: too old for every build of this torch; nvidia-smi does not know compute_cap
+    yet.
+    """
     old_driver(sight)
     sight.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11)
     sight.runs["nvidia-smi capability"] = Ran(["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n')
 
 
 def driverless(sight: Sight) -> None:
-    """A container that was started without the GPU: sysfs still shows it on the bus."""
+    """A container started without the GPU; sysfs still shows it on the bus."""
     run("nvidia-smi", there=False)(sight)
     sight.files |= {"/proc/driver/nvidia/version": None, "/.dockerenv": ""}
     sight.folders["/dev"] = []
@@ -100,7 +104,7 @@ def newer_gpu(sight: Sight) -> None:
 
 
 def docker(sight: Sight) -> None:
-    """`docker run --cpus 2 --memory 3g` on a machine of 16 cores, control groups of version 2 in a name space of their own."""
+    """`docker run --cpus 2 --memory 3g` on a machine of 16 cores, with cgroups v2 in their own namespace."""
     sight.files |= {"/.dockerenv": "", "/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n", "/sys/fs/cgroup/memory.max": "3221225472\n",
                     "/sys/fs/cgroup/memory.current": "1073741824\n", "/sys/fs/cgroup/pids.max": "512\n", "/proc/self/mountinfo": DOCKER_MOUNTS}
     sight.disks["/dev/shm"] = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, None, True)
@@ -116,7 +120,9 @@ DOCKER_MOUNTS = """1201 1120 0:84 / / rw,relatime - overlay overlay rw,lowerdir=
 
 
 def old_docker(sight: Sight) -> None:
-    """The same under control groups of version 1, where /proc/self/cgroup shows the host's path and only the own group is mounted."""
+    """The same under cgroups v1, where /proc/self/cgroup shows the host's path and only the container's own
+    group is mounted.
+    """
     docker(sight)
     for path in [path for path in sight.files if path.startswith("/sys/fs/cgroup")]:
         del sight.files[path]
@@ -198,26 +204,26 @@ FAULTS = [
      "needs glibc 2.27", "docker run"),
     ("FD010", "problem", cannot_import("/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)"),
      "GLIBCXX 3.4.30", "unset LD_LIBRARY"),
-    ("FD010", "problem", cannot_import("/x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister"), "asks for the symbol ncclCommRegister",
+    ("FD010", "problem", cannot_import("/x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister"), "needs the symbol ncclCommRegister",
      "torch==2.14.1"),
-    ("FD010", "problem", cannot_import("/opt/cuda/lib64/libcudart.so.13: file too short", "OSError"), "no whole library", "torch==2.14.1"),
+    ("FD010", "problem", cannot_import("/opt/cuda/lib64/libcudart.so.13: file too short", "OSError"), "is not a complete library", "torch==2.14.1"),
     ("FD010", "problem", cannot_import(OTHER_MODULES, "ModuleNotFoundError"), "needs the module sympy", "pip install sympy"),
     ("FD010", "problem", cannot_import("No module named 'torch._C'", "ModuleNotFoundError"), "has no compiled part", "--force-reinstall"),
     ("FD010", "problem", other_python, "was built for another Python (cpython-311-x86_64-linux-gnu)", "unset PYTHONPATH"),
     ("FD010", "problem", cannot_import("partially initialized module 'random' has no attribute 'Random' (most likely due to a circular import)",
                                        "AttributeError"),
-     "takes the place of random", "ls /home/ada/project"),
+     "shadows random", "ls /home/ada/project"),
     ("FD010", "problem", cannot_import("A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."), "another NumPy", "numpy"),
     ("FD010", "problem", cannot_import("something that nobody has seen", "RuntimeError"), "RuntimeError: something that nobody has seen", "--force-reinstall"),
     ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], -4)})), "SIGILL", "--force-reinstall"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], None, timed_out=True)})), "had not ended", "faulthandler"),
+    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], None, timed_out=True)})), "did not finish", "faulthandler"),
     ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], 1, err="AttributeError: module 'types' has no x\n")})),
      "module 'types'", "import torch"),
     ("FD010", "problem", torch_stage("imported", file=None), "an empty folder", "pip install"),
     ("FD010", "warning", torch_stage("imported", import_s=44.0), "took 44 s", "venv"),
     ("FD011", "warning", torch_stage("build", version="2.3.1+cu121"), "2.11 to 2.14", 'pip install "torch>=2.11,<2.15"'),
-    ("FD011", "warning", torch_stage("build", version="2.99.0"), "newer than the table of versions, which ends with 2.14", "--upgrade flatout"),
-    ("FD012", "problem", torch_stage("build", version="2.14.1+cpu", cuda=None), "built for the CPU alone", "whl/cu132"),
+    ("FD011", "warning", torch_stage("build", version="2.99.0"), "newer than flatout's version table, which ends with 2.14", "--upgrade flatout"),
+    ("FD012", "problem", torch_stage("build", version="2.14.1+cpu", cuda=None), "built for the CPU only", "whl/cu132"),
     ("FD013", "warning", extra(["nvidia_cublas_cu12", "12.6.4.1", ENVIRON]), "CUDA 12 and 13", "pip uninstall nvidia-cublas-cu12"),
     ("FD013", "warning", extra(["torch", "2.11.0", "/usr/lib/python3/dist-packages"]), "installed 2 times", "pip uninstall torch"),
     ("FD013", "warning", extra(["pytorch_triton", "3.8.0", ENVIRON]), "nightly", "pip uninstall"),
@@ -228,14 +234,14 @@ FAULTS = [
     ("FD016", "warning", lambda s: s.packages.pop(), "triton is not installed", "pip install triton"),
     ("FD017", "problem", torch_stage("numpy", raised="RuntimeError: Numpy is not available", version=None), "Numpy is not available",
      "pip install --upgrade numpy torch"),
-    ("FD017", "note", lambda s: s.torch.update(numpy={"version": None, "why": "No module named 'numpy'"}), "NumPy is not there", "pip install numpy"),
+    ("FD017", "note", lambda s: s.torch.update(numpy={"version": None, "why": "No module named 'numpy'"}), "NumPy is not installed", "pip install numpy"),
     ("FD018", "warning", torch_stage("libraries", loaded=["/usr/local/cuda/lib64/libcudart.so.13", f"{ENVIRON}/torch/lib/libtorch_cpu.so"]), "not torch's own",
      "unset LD_LIBRARY_PATH"),
     ("FD018", "note", torch_stage("libraries", loaded=[f"{ENVIRON}/torch/lib/libtorch_cpu.so", f"{ENVIRON}/torch/lib/libgomp.so.1", "/opt/intel/libiomp5.so"]),
      "two OpenMP", ""),
-    ("FD019", "warning", lambda s: s.packages[1].__setitem__(1, "9.10.2.21"), "nvidia-cudnn-cu13 9.10.2.21 is installed, torch asks for ==9.24.0.43",
+    ("FD019", "warning", lambda s: s.packages[1].__setitem__(1, "9.10.2.21"), "nvidia-cudnn-cu13 9.10.2.21 is installed, torch requires ==9.24.0.43",
      "torch==2.14.1"),
-    ("FD019", "warning", lambda s: s.packages[4].__setitem__(1, "3.7.1"), "triton 3.7.1 is installed, torch asks for ~=3.8.0", "torch==2.14.1"),
+    ("FD019", "warning", lambda s: s.packages[4].__setitem__(1, "3.7.1"), "triton 3.7.1 is installed, torch requires ~=3.8.0", "torch==2.14.1"),
     ("FD019", "warning", lambda s: s.packages.pop(2), "nvidia-nccl-cu13 is not installed", "torch==2.14.1"),
     # the driver
     ("FD020", "problem", run("nvidia-smi", code=18, out="Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n"),
@@ -243,8 +249,8 @@ FAULTS = [
     ("FD020", "problem", run("nvidia-smi", code=9,
                              out="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
                              "NVIDIA driver is installed and running.\n"), "kernel module is not loaded", "modprobe nvidia"),
-    ("FD020", "problem", run("nvidia-smi", code=6, out="No devices were found\n"), "no GPU it can use", "dmesg"),
-    ("FD020", "problem", run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"), "lost its right", "docker restart"),
+    ("FD020", "problem", run("nvidia-smi", code=6, out="No devices were found\n"), "finds no usable GPU", "dmesg"),
+    ("FD020", "problem", run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"), "lost access to the devices", "docker restart"),
     ("FD020", "problem", run("nvidia-smi", code=15,
                              out="Unable to determine the device handle for GPU0000:17:00.0: GPU is lost.  Reboot the system to recover this GPU\n"),
      "no longer answers", "dmesg"),
@@ -257,9 +263,9 @@ FAULTS = [
     ("FD021", "problem", ancient_driver, "No build of this torch", "drivers install"),
     ("FD023", "not seen", lambda s: (ancient_driver(s), s.torch["cuda"].pop("devices")), "drivers before 510", ""),
     ("FD021", "note", gpu({}, driver="580.65.06", cuda="12.9"), "PTX", "nvidia-smi"),
-    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,3"), "'3' is no GPU of this machine (1 there), so 1 of 2 are used", "nvidia-smi -L"),
+    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,3"), "'3' is not a GPU of this machine (it has 1), so 1 of 2 are used", "nvidia-smi -L"),
     ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,0"), "twice", "unset"),
-    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="GPU-99999999"), "is no GPU", "nvidia-smi -L"),
+    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="GPU-99999999"), "is not a GPU", "nvidia-smi -L"),
     ("FD022", "warning", variables(CUDA_VISIBLE_DEVICES=""), "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
     ("FD023", "problem", volta, "compute capability 7.0", OLDER),
     ("FD023", "note", newer_gpu, "PTX", "pip install --upgrade torch"),
@@ -271,8 +277,8 @@ FAULTS = [
     ("FD030", "warning", gpu({"used": 31000}), "not shown here", "fuser"),
     ("FD030", "note", gpu({"used": 31000, "processes": PROCESS.replace(">C<", ">G<").replace("python", "Xorg")}), "by the display (Xorg)", "multi-user"),
     ("FD031", "warning", gpu({"clock": "1200 MHz"}), "set to 1200 MHz", "sudo nvidia-smi -rac"),
-    ("FD032", "warning", gpu({"watts": 350}), "350 W, by default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
-    ("FD032", "warning", gpu({"watts": 350}, dialect=11), "350 W, by default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
+    ("FD032", "warning", gpu({"watts": 350}), "350 W, default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
+    ("FD032", "warning", gpu({"watts": 350}, dialect=11), "350 W, default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
     ("FD033", "warning", gpu({"hot": "Active", "temperature": 88}), "too hot", "nvidia-smi -q"),
     ("FD033", "warning", gpu({"hot": "Active"}, dialect=11), "too hot", "nvidia-smi -q"),
     ("FD033", "warning", gpu({"temperature": 86}), "slows down at 89 C", "nvidia-smi -q"),
@@ -292,9 +298,9 @@ FAULTS = [
     ("FD039", "ok", lambda s: (gpu({}, {"bus": "b1"})(s), s.runs["nvidia-smi topology"].__setattr__("out", "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X\n")),
      "NV18", ""),
     # compilers and the system
-    ("FD040", "warning", run("c++", there=False), "torch.compile cannot work", "apt-get install g++"),
+    ("FD040", "warning", run("c++", there=False), "torch.compile does not work", "apt-get install g++"),
     ("FD040", "warning", run("c++", code=0, out="g++ (GCC) 4.8.5 20150623 (Red Hat 4.8.5-44)\n"), "4.8.5 is too old", "apt-get install g++"),
-    ("FD041", "warning", set_python(header=False), "Python.h is not there", "apt-get install python3.12-dev"),
+    ("FD041", "warning", set_python(header=False), "Python.h is missing", "apt-get install python3.12-dev"),
     ("FD042", "warning", run("nvcc", code=0, out="Cuda compilation tools, release 12.4, V12.4.131\n"), "extensions cannot be built", "cuda-nvcc=13.0"),
     ("FD050", "problem", set_python(libc=["glibc", "2.17"]), "the last torch for it is 2.6", "docker run"),
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
@@ -302,44 +308,44 @@ FAULTS = [
                                   "/etc/os-release": 'PRETTY_NAME="CentOS Linux 7 (Core)"\nID="centos"\nVERSION_ID="7"\n'}),
      "CentOS Linux 7 (Core), kernel 3.10.0", "sudo yum upgrade"),
     ("FD052", "warning", lambda s: (files(**{"/proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)\n"})(s), at("/mnt/c/Users/ada")(s)),
-     "disk of Windows", "cp -r"),
+     "Windows disk", "cp -r"),
     ("FD053", "note", docker, "Docker", ""),
     ("FD051", "note", files(**{"/proc/version": "Linux version 4.18.0-513.el8.x86_64 (mockbuild@x)\n"}), "kernel 4.18.0", "sudo apt-get dist-upgrade"),
     # the processor
-    ("FD060", "warning", docker, "torch makes 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
-    ("FD060", "warning", old_docker, "torch makes 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
-    ("FD060", "ok", lambda s: (docker(s), torch_stage("host", threads=2)(s)), "torch makes 2 thread(s), which fits", ""),
-    ("FD060", "not seen", lambda s: (docker(s), s.torch.pop("host")), "could not be seen", ""),
-    ("FD060", "note", files(**{"/proc/self/status": "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n"}), "bound to a part", "taskset"),
+    ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
+    ("FD060", "warning", old_docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
+    ("FD060", "ok", lambda s: (docker(s), torch_stage("host", threads=2)(s)), "torch uses 2 thread(s), which fits", ""),
+    ("FD060", "not seen", lambda s: (docker(s), s.torch.pop("host")), "could not be determined", ""),
+    ("FD060", "note", files(**{"/proc/self/status": "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n"}), "bound to part", "taskset"),
     ("FD061", "warning", files(**{"/proc/cpuinfo": "model name\t: Old\nflags\t\t: fpu sse sse2 avx\n"}), "without AVX2", "lscpu"),
     ("FD062", "warning", files(**{"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n"}), "powersave", "cpupower"),
     ("FD063", "note", files(**{"/sys/devices/system/node/online": "0-1\n", "/sys/devices/system/node/node0/cpulist": "0-7\n",
                                "/sys/devices/system/node/node1/cpulist": "8-15\n"}),
      "may run on 2 of them", "numactl --cpunodebind=0"),
     ("FD064", "warning", variables(OMP_NUM_THREADS="64"), "OMP_NUM_THREADS=64 for 16 core(s)", "export OMP_NUM_THREADS=16"),
-    ("FD064", "warning", variables(MKL_NUM_THREADS="four"), "no number of threads", "unset MKL_NUM_THREADS"),
+    ("FD064", "warning", variables(MKL_NUM_THREADS="four"), "not a number of threads", "unset MKL_NUM_THREADS"),
     ("FD064", "note", variables(OMP_NUM_THREADS="1"), "one thread", "flatout tune"),
     ("FD065", "problem", variables(GOMP_CPU_AFFINITY="0 31"), "names core 31", "unset GOMP_CPU_AFFINITY"),
-    ("FD065", "warning", variables(GOMP_CPU_AFFINITY="0"), "ties all threads to 1 of 16", "unset GOMP_CPU_AFFINITY"),
+    ("FD065", "warning", variables(GOMP_CPU_AFFINITY="0"), "binds all threads to 1 of 16", "unset GOMP_CPU_AFFINITY"),
     ("FD065", "note", variables(KMP_AFFINITY="granularity=fine,compact,1,0"), "inherit", "unset KMP_AFFINITY"),
     ("FD066", "note", files(**{"/proc/loadavg": "31.50 30.00 25.00 9/812 4711\n"}), "31.50 threads", "top"),
     # memory
     ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
     ("FD070", "warning", old_docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
     ("FD071", "problem", docker, "64 MiB", "docker run --shm-size=8g ..."),
-    ("FD071", "problem", files(**{"/proc/self/mountinfo": DOCKER_MOUNTS.replace("/dev/shm", "/dev/other")}), "no file system of its own", "mount -t tmpfs"),
+    ("FD071", "problem", files(**{"/proc/self/mountinfo": DOCKER_MOUNTS.replace("/dev/shm", "/dev/other")}), "not a separate file system", "mount -t tmpfs"),
     ("FD071", "warning", lambda s: s.disks.update({"/dev/shm": Disk("/dev/shm", 62 * GIB, GIB // 4, None, True)}), "256 MiB of the 62 GiB", "ls -lS /dev/shm"),
     ("FD072", "warning", files(**{"/proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 8388604 7000000 -2\n"}), "6.7 GiB are swapped out",
      "swapoff"),
     ("FD073", "note", files(**{"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}), "never", "echo madvise"),
     ("FD074", "note", variables(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), "old name", "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
     ("FD074", "warning", variables(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"), "contradict", "unset"),
-    ("FD074", "problem", variables(PYTORCH_ALLOC_CONF="expandable_segments=True"), "no list of name:value", "unset"),
+    ("FD074", "problem", variables(PYTORCH_ALLOC_CONF="expandable_segments=True"), "is not a list of name:value", "unset"),
     ("FD074", "warning", variables(PYTORCH_NO_CUDA_MEMORY_CACHING="1"), "call into the driver", "unset"),
     ("FD075", "warning", lambda s: s.preloads.update({"/usr/lib/libtcmalloc.so.4": False}), "does not exist", "unset LD_PRELOAD"),
     ("FD076", "note", lambda s: s.libraries.update({"/usr/local/cuda/lib64": ["libcudart.so.12", "libcudnn.so.8"]}), "libcudart.so.12",
      "unset LD_LIBRARY_PATH"),
-    ("FD076", "warning", lambda s: s.libraries.update({"/opt/lib": ["libcudart.so.13 (no library)"]}), "/opt/lib/libcudart.so.13, which is no whole",
+    ("FD076", "warning", lambda s: s.libraries.update({"/opt/lib": ["libcudart.so.13 (no library)"]}), "/opt/lib/libcudart.so.13, which is not a complete",
      "unset LD_LIBRARY"),
     ("FD077", "warning", files(**{"/proc/sys/vm/overcommit_memory": "2\n"}), "cannot be started", "sysctl"),
     # limits, disks, switches
@@ -364,7 +370,7 @@ FAULTS = [
     ("FD100", "warning", variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
     ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
-    ("FD101", "warning", variables(NCCL_P2P_DISABLE="1"), "slower way", "unset NCCL_P2P_DISABLE"),
+    ("FD101", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
     ("FD101", "note", variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG=INFO", "unset NCCL_DEBUG"),
     ("FD102", "warning", variables(TORCHDYNAMO_DISABLE="1"), "TORCHDYNAMO_DISABLE=1", "unset TORCHDYNAMO_DISABLE"),
     ("FD102", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "NVIDIA_TF32_OVERRIDE=0", "unset NVIDIA_TF32_OVERRIDE"),
@@ -385,13 +391,15 @@ def test_a_fault_is_named(code, verdict, change, seen, mend):
         assert found.why, found
 
 
-def test_every_question_has_a_fault_that_it_names():
-    """A question that nothing in the table turns red would prove nothing."""
+def test_every_check_has_a_fault_that_it_names():
+    """A check that no fault in the table turns red would prove nothing."""
     assert {question.code for question in TABLE} - {code for code, verdict, *_ in FAULTS if verdict != "ok"} == set()
 
 
 def test_one_fault_is_one_alarm():
-    """What is wrong in one place does not make unrelated checks red; torch that is not reached says so beside its cause."""
+    """A fault in one place does not make unrelated checks red; checks that cannot reach torch say so and name
+    the cause.
+    """
     expected = {"FD021", "FD024"}
     sight = healthy()
     old_driver(sight)
@@ -424,12 +432,12 @@ def test_a_broken_torch_leaves_the_rest():
     found = checked(sight)
     assert {code for code, check in found.items() if check.verdict == "problem"} == {"FD010"}
     assert found["FD024"].verdict == "not seen"
-    assert found["FD011"].verdict == "ok"  # the installed distribution still tells its version
+    assert found["FD011"].verdict == "ok"  # the installed distribution still reports its version
     assert found["FD020"].verdict == "ok"
 
 
 def test_the_table_of_versions():
-    """Every row names its source and date; what a mend installs is a build that the release really has."""
+    """Every row names its source and date; a fix installs only builds that the release really has."""
     import json
 
     from flatout.diagnose.doctor.versions import TABLE as FILE

@@ -1,4 +1,4 @@
-"""docs/doctor.md is what the checks say of themselves, and what the guide points to is there."""
+"""docs/doctor.md contains the text of every check, and everything that the guide points to exists."""
 
 from __future__ import annotations
 

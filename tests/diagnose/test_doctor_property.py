@@ -1,4 +1,6 @@
-"""Whatever a Sight lacks and whatever garbage it holds: no question breaks, and none calls fine what it could not see."""
+"""Whatever a Sight lacks and whatever garbage it holds, no check breaks, and none reports "fine" for what it
+could not see.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from machines import healthy, without_gpu
 from flatout.diagnose.doctor.examining import TABLE, examine
 from flatout.plan.sight import Ran, Sight, Verdict
 
-# No text of letters, blanks and breaks is an answer of any kernel, program or library.
+# A text of letters, blanks and line breaks is no valid answer of a kernel, program or library.
 GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=True), GARBAGE, st.lists(GARBAGE, max_size=2),
                  st.dictionaries(GARBAGE, GARBAGE, max_size=2))
 
 
 def spoiled(need: str, text: str | None) -> Sight:
-    """The healthy machine, with one thing that a question needs removed (None) or replaced by a text that means nothing."""
+    """The healthy machine, with one input of a check removed (None) or replaced by a meaningless text."""
     sight = healthy()
     kind, _, rest = need.partition(" ")
     if kind == "file":
@@ -43,13 +45,14 @@ def spoiled(need: str, text: str | None) -> Sight:
 
 NEEDED = sorted({(question.code, need) for question in TABLE for need in question.needs})
 BY_CODE = {question.code: question for question in TABLE}
-# What is a name or a list, and nothing that could be misunderstood; and what is asked for beside the text that decides.
+# Names, lists and other fields that cannot be misread, and fields that are read in addition to the deciding
+# text.
 FREE = {("FD002", "python prefix"), ("FD002", "python path"), ("FD018", "python path"), ("FD041", "python version"), ("FD041", "python path"),
         ("FD010", "run import torch"), ("FD039", "run nvidia-smi topology"), ("FD062", "folder /sys/devices/system/cpu/cpu0")}
 
 
 @pytest.mark.parametrize(("code", "need"), NEEDED, ids=[f"{code}-{need}" for code, need in NEEDED])
-def test_what_is_missing_is_not_fine(code, need):
+def test_a_missing_field_is_not_fine(code, need):
     assert BY_CODE[code].answer(spoiled(need, None)).verdict == Verdict.UNSEEN
 
 
@@ -64,8 +67,10 @@ def test_garbage_is_not_fine(text):
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_mutilated_sight_never_breaks_a_question(data):
-    """Any field, at any depth, may be gone or be something else: as JSON from another machine, another version, a careless hand."""
+def test_a_corrupt_snapshot_never_breaks_a_check(data):
+    """Any field at any depth may be missing or different, as in JSON from another machine, another version or
+    a careless edit.
+    """
     record = json.loads(json.dumps(data.draw(st.sampled_from([healthy(), without_gpu()])).to_json()))
     for _ in range(data.draw(st.integers(1, 4))):
         place, keys = record, []
@@ -79,12 +84,12 @@ def test_a_mutilated_sight_never_breaks_a_question(data):
     try:
         sight = Sight.from_json(record)
     except (TypeError, AttributeError):
-        return  # refused as a whole, with a message: no Sight
+        return  # rejected as a whole, with a message: no Sight
     for check in examine(sight):
-        assert "flatout's own mistake" not in check.seen, check
+        assert "bug in flatout" not in check.seen, check
 
 
-def test_a_question_that_breaks_is_not_fine(monkeypatch):
+def test_a_check_that_breaks_is_not_fine(monkeypatch):
     import dataclasses
 
     import flatout.diagnose.doctor.examining as doctor
@@ -94,5 +99,5 @@ def test_a_question_that_breaks_is_not_fine(monkeypatch):
 
     monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], ask=broken), *TABLE[1:]))
     first, *others = doctor.examine(healthy())
-    assert (first.verdict, first.seen) == ("not seen", "flatout's own mistake: KeyError: 'x'")
+    assert (first.verdict, first.seen) == ("not seen", "bug in flatout: KeyError: 'x'")
     assert {check.verdict for check in others} == {"ok"}

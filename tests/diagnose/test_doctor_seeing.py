@@ -1,4 +1,6 @@
-"""Importing torch in a child: whatever stands in its place and however it ends, the look goes on and says what happened."""
+"""Importing torch in a child: whatever is in its place and however it ends, the diagnosis continues and
+reports it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def look(monkeypatch, tmp_path):
 
 
 def test_nothing_heavy_is_loaded_here():
-    """Neither for the command nor for what the child does before it imports torch."""
+    """This covers the command and the code that the child runs before it imports torch."""
     code = """
 from flatout.cli.doctor import command
 import flatout.diagnose.doctor.torch_child
@@ -56,7 +58,7 @@ def test_leaving_ends_the_children(tmp_path, monkeypatch):
 def test_it_hangs(look):
     found = look("import time\nprint('connecting', flush=True)\ntime.sleep(600)", limit_s=1.5)["FD010"]
     assert (found.verdict, found.evidence) == ("problem", ["connecting"])
-    assert "had not ended when it was stopped" in found.seen
+    assert "did not finish within the time limit" in found.seen
 
 
 @pytest.mark.parametrize(("source", "seen"), [
@@ -65,7 +67,7 @@ def test_it_hangs(look):
     ("raise SystemExit('no licence')", "SystemExit: no licence"),
     ("def f(:", "SyntaxError: "),
     ("import no_such_module_x", "torch needs the module no_such_module_x, which is not installed"),
-    ("import torch\ntorch.nn", "takes the place of torch while it is being imported"),
+    ("import torch\ntorch.nn", "shadows torch during its import"),
     ("x = 1", "is not torch: AttributeError"),
 ])
 def test_it_ends_in_its_own_way(look, source, seen):

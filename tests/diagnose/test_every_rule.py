@@ -1,4 +1,6 @@
-"""Every rule on its own page: it names the marked lines of Bad and no other, and stays silent on Good and on the programs of all others."""
+"""Every rule on its own page: it names only the marked lines of Bad, and finds nothing in Good or in the
+programs of other pages.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from flatout.probe.program import Program
 
 STATIC = [rule for rule in TABLE if rule.look is not None]
 NUMBERS = {Severity.WRONG: range(1, 100), Severity.TIME: range(101, 200), Severity.MEMORY: range(201, 300), Severity.FRAGILE: range(301, 400)}
-# Bad programs in which more than one thing is wrong: what else may be said of them.
+# Bad programs with more than one fault, and the other findings allowed in them.
 ALSO: dict[str, set[str]] = {"FL307": {"FL115"}}
 
 
 @cache
 def found(code: str) -> tuple[tuple[str, int], ...]:
-    """Every (rule, line) that is found in a program of a page."""
+    """Every (rule, line) found in a program of a page."""
     return tuple((f.rule, f.place.line) for f in check(Program.of_text(code)) if f.place is not None)
 
 
@@ -53,7 +55,7 @@ def test_page_is_whole(rule: Rule):
     for name in SECTIONS[:-1] if rule.look is not None else SECTIONS[:3]:
         assert rule.section(name), f"{rule.code} has no section {name}"
     headings = re.findall(r"^(\w[\w ]*):$", rule.page, re.MULTILINE)
-    assert headings == [name for name in SECTIONS if name in headings], "sections are in their order, and no other is there"
+    assert headings == [name for name in SECTIONS if name in headings], "the sections are in order, and there is no other"
 
 
 def test_table_is_in_order_and_without_doubles():

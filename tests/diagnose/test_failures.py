@@ -1,4 +1,6 @@
-"""Forty and more failures, really provoked: explained from the dying process and from the text of its traceback, and their mends tried."""
+"""More than forty failures, really provoked: explained from the dying process and from the text of its
+traceback, with their fixes tried.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ ENDED_BY_A_SIGNAL = ("FE042", "FE045")  # such a process leaves no text
 
 @pytest.fixture(scope="module")
 def provoked(tmp_path_factory) -> dict[str, dict]:
-    """What each program left behind: one process runs them all."""
+    """The results of all programs, from one process that runs them."""
     out = tmp_path_factory.mktemp("provoked") / "seen.json"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "RANK", "WORLD_SIZE", "MASTER_"))}
     command = [sys.executable, str(HERE / "provoked.py"), str(out)]
@@ -53,18 +55,18 @@ def test_explained_in_the_dying_process(provoked, name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if PROGRAMS[name].code not in ENDED_BY_A_SIGNAL])
 def test_explained_from_the_text(provoked, name):
-    """A text lacks the tensors and the layer, but not the kind, and not the line."""
+    """A text lacks the tensors and the layer, but has the kind and the line."""
     seen, program = provoked[name], PROGRAMS[name]
     told = explain_text("epoch 3, loss 0.71\n" + seen["text"])
     assert [one.finding.rule for one in told] == [program.code], seen["text"]
     live = explain(FailureRecord.from_json(seen["live"]))
     assert live is not None
-    if program.code != "FE065":  # the line of the operation is known to the graph alone
+    if program.code != "FE065":  # only the graph knows the line of the operation
         assert told[0].finding.place == live.place
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not PROGRAMS[name].tried])
-def test_the_mended_program_runs(provoked, name):
+def test_the_fixed_program_runs(provoked, name):
     assert provoked[name]["mended"] == ""
 
 
@@ -74,16 +76,16 @@ def test_enough_kinds_are_provoked():
     assert len(TABLE) >= 60
 
 
-def test_what_only_a_living_process_knows(provoked):
+def test_details_that_only_a_living_process_knows(provoked):
     """The layer's own name, the bad label and its place, the operation that was changed."""
     def said(name):
         finding = explain(FailureRecord.from_json(provoked[name]["live"]))
         assert finding is not None
         return finding
 
-    assert said("linear_of_another_size").said == "`fc1` (Linear) expects 128 features and was given 392"
+    assert said("linear_of_another_size").said == "`fc1` (Linear) expects 128 features and got 392"
     nan = said("nan_under_anomaly_detection")
-    assert nan.said.startswith("the gradient of `Sqrt` is the first that is no number (")
+    assert nan.said.startswith("the gradient of `Sqrt` is the first that is NaN (")
     assert nan.place is not None
     assert "torch.sqrt(weight" in nan.place.text
     label = said("label_out_of_range")
@@ -96,7 +98,7 @@ def test_what_only_a_living_process_knows(provoked):
 
 
 def test_no_value_of_the_data_is_kept(provoked):
-    """Of tensors of fractions nothing but their form; of whole numbers the two ends."""
+    """For float tensors only the shape is kept; for integer tensors also the minimum and maximum."""
     for seen in provoked.values():
         if "live" in seen:
             for tensor in FailureRecord.from_json(seen["live"]).tensors:

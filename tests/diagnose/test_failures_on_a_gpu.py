@@ -1,4 +1,7 @@
-"""What a dying process on a GPU would know: records made by hand, because there is no GPU to die on. The real ones are marked and wait for one."""
+"""What a dying process on a GPU would know.
+
+These records are hand-made because there is no GPU to die on; the real ones are marked and need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def frame(function: str, text: str, *tensors: TensorSeen, mine: bool = True) -> 
 
 
 def test_a_bad_label_that_is_still_on_the_cpu():
-    """The GPU's copy cannot be read any more; the loader's batch on the CPU can, and it names label, place and batch."""
+    """The GPU's copy is unreadable by then.
+
+    The loader's batch on the CPU is readable and gives label, place and batch.
+    """
     labels = TensorSeen("labels", [64], "int64", "cpu", low=0, high=10, where_low=[3], where_high=[41])
     moved = TensorSeen("target", [64], "int64", "cuda:0")
     logits = TensorSeen("input", [64, 10], "float32", "cuda:0", requires_grad=True)
@@ -28,14 +34,14 @@ def test_a_bad_label_that_is_still_on_the_cpu():
     finding = explain(failure)
     assert finding is not None
     assert finding.rule == "FE035"
-    assert finding.said == "the label 10 (`labels` at [41], in batch 12 of the loader) is no class: the model has 10 outputs (0 to 9)"
+    assert finding.said == "the label 10 (`labels` at [41], in batch 12 of the loader) is not a class: the model has 10 outputs (0 to 9)"
     assert finding.mend.splitlines()[0].startswith("target = target - 1")
     assert finding.place is not None
     assert finding.place.line == 7
 
 
-def test_no_label_is_accused_that_is_in_range():
-    """-100 is torch's own mark for: no label."""
+def test_no_label_in_range_is_blamed():
+    """-100 is torch's own mark for "no label"."""
     labels = TensorSeen("labels", [64], "int64", "cpu", low=-100, high=9, where_low=[0], where_high=[1])
     logits = TensorSeen("input", [64, 10], "float32", "cuda:0")
     failure = FailureRecord([Thrown("torch.AcceleratorError", NAMES, ASSERT, [], [
@@ -43,7 +49,7 @@ def test_no_label_is_accused_that_is_in_range():
     finding = explain(failure)
     assert finding is not None
     assert "-100" not in finding.said
-    assert "may be a later one" in finding.said
+    assert "the real error may be before the line below" in finding.said
 
 
 MESSAGE = ("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is free. Process 77 has "
@@ -51,8 +57,8 @@ MESSAGE = ("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total ca
            "by PyTorch, with 1.00 GiB allocated in private pools (e.g., CUDA Graphs), and 1.00 GiB is reserved by PyTorch but unallocated.")
 
 
-def test_what_would_fit():
-    """Weights and optimizer do not grow with the batch, the rest does."""
+def test_the_batch_that_would_fit():
+    """Weights and optimizer do not grow with the batch; the rest does."""
     batch = TensorSeen("images", [64, 3, 224, 224], "float32", "cuda:0")
     thrown = Thrown("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], MESSAGE, [], [frame("step", "loss = model(images)", batch)])
     failure = FailureRecord([thrown], live=True, module=ModuleSeen("model.layer4.1", "Bottleneck"),
@@ -60,17 +66,17 @@ def test_what_would_fit():
                                     "optimizer state": 4 * GIB})
     finding = explain(failure)
     assert finding is not None
-    assert finding.said == "the GPU's memory is full: 4.00 GiB more were asked for in `model.layer4.1` (Bottleneck), and of 24.00 GiB 1.00 GiB are free"
+    assert finding.said == "the GPU's memory is full: 4.00 GiB more were requested in `model.layer4.1` (Bottleneck), and 1.00 GiB of 24.00 GiB are free"
     assert "torch holds 18.00 GiB in tensors and 1.00 GiB reserved but unallocated" in finding.evidence
     assert "other processes hold 3.00 GiB of this GPU: `nvidia-smi` names them" in finding.evidence
     assert "parameters 2.00 GiB, gradients 2.00 GiB, optimizer state 4.00 GiB, activations and the rest 10.00 GiB" in finding.evidence
-    # 10 GiB grow with 64 samples and 4 more were wanted; there is room for 12 of the 14.
-    assert "what would fit: no more than 54 of 64 samples at once, fewer if the step's peak lies later" in finding.evidence
+    # 10 GiB grow with 64 samples and 4 more were requested; there is room for 12 of the 14.
+    assert "at most 54 of 64 samples fit at once, fewer if the step's peak comes later" in finding.evidence
     assert len(finding.mend.splitlines()) == 3
     assert "expandable_segments" not in finding.mend
 
 
-def test_fragments_are_named_first_where_they_would_do():
+def test_fragmentation_is_named_first_where_it_would_suffice():
     message = MESSAGE.replace("4.00 GiB. GPU", "1.50 GiB. GPU")
     finding = explain(FailureRecord([Thrown("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], message)]))
     assert finding is not None

@@ -1,4 +1,6 @@
-"""Texts: recorded ones of failures that cannot be had here, logs of many ranks, mangled ones, and those that must stay unknown."""
+"""Texts: recorded failures that cannot be provoked here, logs of many ranks, mangled texts, and texts that
+must stay unknown.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_every_kind_has_its_page(kind):
     assert all(line.startswith("https://") for line in kind.section("Sources").splitlines())
 
 
-# -- what is not known ----------------------------------------------------------------------------------------------
+# -- unknown texts -----------------------------------------------------------------------------------------------------
 
 OWN = '''Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -114,11 +116,11 @@ def test_ordinary_errors_stay_unknown(line, error):
     "Killed it! 97 % accuracy\nbest epoch 12", "epoch 3\ndone", "exit code 0", "Traceback (most recent call last):", 'File "x.py", line 3',
     "[rank0]: hello\n[rank1]: there", "WARNING: out of memory is possible", "rank 3 finished",
     "sending SIGKILL to stragglers in 10 s", "HTTP status code 137 items", "RuntimeError", "RuntimeError: ", "ValueError: bad size"])
-def test_words_are_no_failure(text):
+def test_ordinary_words_are_no_failure(text):
     assert explain_text(text) == []
 
 
-@given(st.text(st.characters(exclude_categories=("Cs", "Ll")), max_size=400))  # no message of a failure is without a small letter
+@given(st.text(st.characters(exclude_categories=("Cs", "Ll")), max_size=400))  # every message of a failure has a small letter
 @example("\x00\x1b[31mTraceback (most recent call last):\n")
 @example("Traceback (most recent call last):\n" * 3)
 @example("[rank99999999999999999999]: x")
@@ -131,7 +133,10 @@ def test_any_text_is_read(text):
 
 @given(st.sampled_from(RECORDED), st.integers(0, 4000), st.integers(0, 4000), st.text(max_size=30))
 def test_mangled_texts_never_raise_and_never_name_another_kind(one, begin, end, noise):
-    """A piece is cut out and something put in its place: the right kind, a near one of the same death, or none."""
+    """A piece is cut out and replaced.
+
+    The result is the right kind, a related kind of the same crash, or none.
+    """
     begin, end = sorted((begin % (len(one.text) + 1), end % (len(one.text) + 1)))
     told = explain_text(one.text[:begin] + noise + one.text[end:])
     assert {each.finding.rule for each in told} <= {one.code, *NEAR.get(one.code, ())}
@@ -139,7 +144,8 @@ def test_mangled_texts_never_raise_and_never_name_another_kind(one, begin, end, 
         assert "\x1b" not in "".join(lines(each.finding))
 
 
-# What is left of a text may tell less: the summary of a launcher without its tail, a bus error without its worker, a full memory told by cuBLAS.
+# A truncated text may say less: a launcher's summary without its tail, a bus error without its worker, a full
+# memory reported by cuBLAS.
 NEAR = {"FE043": ("FE071",), "FE089": ("FE042",), "FE040": ("FE051",), "FE105": ()}
 
 
@@ -154,7 +160,7 @@ def test_truncated_texts_never_name_another_kind(one, cut):
 OOM = next(one for one in RECORDED if one.code == "FE040").text
 
 
-def test_ranks_that_speak_through_each_other():
+def test_ranks_with_interleaved_output():
     by_rank = [[f"[rank{rank}]: {line}" for line in OOM.splitlines()] for rank in (0, 3)]
     mixed = "\n".join(line for pair in zip(*by_rank, strict=True) for line in pair)
     told = explain_text("step 1\n" + mixed + "\nstep 2")
@@ -169,7 +175,7 @@ def test_labels_of_launchers(label):
     assert [(one.finding.rule, one.ranks) for one in told] == [("FE040", [2])]
 
 
-def test_lines_with_a_time_before_them():
+def test_lines_with_a_timestamp():
     text = "\n".join(f"2026-11-21T22:10:{at:02d}.118Z {line}" for at, line in enumerate(OOM.splitlines()))
     told = explain_text(text)
     assert [one.finding.rule for one in told] == ["FE040"]
@@ -177,8 +183,10 @@ def test_lines_with_a_time_before_them():
     assert told[0].finding.place.line == 24
 
 
-def test_the_root_of_a_chain_and_what_only_follows():
-    """An error of the program's own, raised while handling torch's, does not hide it; torchrun's summary steps back behind a rank's own words."""
+def test_the_root_of_a_chain_and_its_consequences():
+    """A program error raised while handling torch's does not hide it; a rank's own output takes precedence
+    over torchrun's summary.
+    """
     own = OWN.format(line="raise SystemError(1)", error="SystemError: 1")
     chained = OOM + "\nDuring handling of the above exception, another exception occurred:\n\n" + own
     assert [one.finding.rule for one in explain_text(chained)] == ["FE040"]
@@ -186,7 +194,7 @@ def test_the_root_of_a_chain_and_what_only_follows():
     assert [one.finding.rule for one in explain_text(OOM + "\n" + launcher)] == ["FE040"]
 
 
-def test_a_worker_brings_its_own_traceback():
+def test_a_worker_has_its_own_traceback():
     text = FRAMES + '''KeyError: Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
   File "/usr/lib/python3/dist-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
@@ -223,12 +231,12 @@ ConnectionResetError: [Errno 104] Connection reset by peer
     ("epoch 1\nKilled\n", "FE042"), ("train.sh: line 3: 812 Killed   python train.py", "FE042"), ("Command exited with code 137", "FE042"),
     ("epoch 1\nSegmentation fault (core dumped)", "FE045"), ("epoch 1\nBus error (core dumped)", "FE043"), ("Aborted (core dumped)", "FE045"),
     ("epoch 1\nIllegal instruction (core dumped)", "FE045"), ("process exit code: -9", "FE042")])
-def test_a_log_that_only_ends(text, code):
+def test_a_log_that_ends_without_an_error(text, code):
     assert [one.finding.rule for one in explain_text(text)] == [code]
 
 
 def test_an_endless_log_keeps_its_tracebacks():
-    """What stands in the middle of 200,000 lines is found; what is kept is bounded."""
+    """A failure in the middle of 200,000 lines is found, and the kept text is bounded."""
     def log():
         yield from (f"step {at} loss 0.{at}" for at in range(100_000))
         yield from OOM.splitlines()
@@ -240,7 +248,7 @@ def test_an_endless_log_keeps_its_tracebacks():
     assert max(map(len, gather(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
 
 
-def test_what_a_terminal_would_obey_is_taken_out():
+def test_terminal_control_sequences_are_removed():
     text = OWN.format(line="model(x\x1b[2J)", error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07")
     (told,) = explain_text(text)
     assert "\x1b" not in "\n".join(lines(told.finding))

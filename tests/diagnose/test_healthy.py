@@ -1,4 +1,4 @@
-"""Ways in which people rightly write a training loop: nothing wrong is found in any of them."""
+"""Correct ways to write a training loop: no rule finds anything in any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every measured rule: it sees its own fault, first, in the right line; it is silent over a healthy program and over what is only noise."""
+"""Every measured rule finds its own fault, first and in the right line, and reports nothing for a healthy
+program or for mere noise.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from flatout.plan.records import PhaseTime, Ratio
 MEASURED = [rule for rule in TABLE if rule.judge is not None]
 
 
-def test_every_measured_rule_has_its_ill_profile():
+def test_every_measured_rule_has_a_faulty_profile():
     assert {rule.name for rule in MEASURED} == set(ILL)
 
 
@@ -26,7 +28,7 @@ def test_every_measured_rule_has_its_ill_profile():
 def test_the_fault_is_named_first_with_its_line(name):
     changes, place = ILL[name]
     findings = judge(healthy(**changes), TABLE)
-    assert findings, f"{name} sees nothing"
+    assert findings, f"{name} finds nothing"
     assert findings[0].name == name
     assert findings[0].place == place
     assert findings[0].said
@@ -35,7 +37,7 @@ def test_the_fault_is_named_first_with_its_line(name):
 
 @pytest.mark.parametrize("name", ILL)
 def test_the_profile_survives_its_file(name):
-    """What is judged is often read from disk: the verdict must be the same."""
+    """Profiles are often read from disk, and the verdict must be the same."""
     record = healthy(**ILL[name][0])
     again = ProfileRecord.from_json(record.to_json())
     assert [f.to_json() for f in judge(again, TABLE)] == [f.to_json() for f in judge(record, TABLE)]
@@ -46,7 +48,7 @@ def test_a_healthy_program_has_no_findings():
 
 
 def test_an_empty_profile_has_no_findings():
-    """What was not looked at is no fault."""
+    """A part that was not measured is no fault."""
     assert judge(ProfileRecord([], ""), TABLE) == []
 
 
@@ -57,7 +59,7 @@ def test_a_gain_within_the_noise_is_no_finding(name):
     assert judge(record, TABLE) == []
 
 
-def test_a_gain_too_small_for_a_word_is_no_finding():
+def test_a_gain_too_small_to_report_is_no_finding():
     assert judge(healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)), TABLE) == []
 
 
@@ -68,19 +70,22 @@ def test_validation_loaders_are_not_blamed_for_the_training_loader():
     assert [f.place for f in findings] == [slow.place]
 
 
-def test_three_loaders_from_one_place_are_not_remade_ones():
+def test_three_loaders_from_one_place_are_not_recreated_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
     findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE)
     assert [f.name for f in findings] == ["data_wait"]
 
 
-def test_an_optimizer_that_is_quick_itself_is_left_in_peace():
-    """Steps without it may be faster for other reasons, weights that stay in the cache: fusing it brings its own time at most."""
+def test_a_fast_optimizer_is_no_finding():
+    """Steps without it may be faster for other reasons, such as weights that stay in the cache.
+
+    Fusing it saves its own time at most.
+    """
     changes = dict(ILL["optimizer_share"][0])
     assert judge(healthy(**{**changes, "phases": {"optimizer": PhaseTime(0.6, 0.5, 0.7, 0.06)}}), TABLE) == []
 
 
-def test_a_fused_optimizer_is_left_in_peace():
+def test_a_fused_optimizer_is_no_finding():
     assert judge(healthy(what_ifs=what_ifs(optimizer=GAIN)), TABLE) == []
 
 
@@ -88,14 +93,14 @@ def test_frozen_parts_may_be_in_evaluation_mode():
     assert judge(healthy(settings=settings(training={"train": 5, "eval": 40})), TABLE) == []
 
 
-def test_a_dynamic_shape_is_not_a_habit():
+def test_a_dynamic_shape_is_no_finding():
     from flatout.plan.profile import Compiled
 
     assert judge(healthy(compiled=Compiled(3, 2, 0)), TABLE) == []
 
 
-def test_one_fault_seen_twice_is_said_once():
-    """A wait for values inside a loop of tiny operators: the narrower rule speaks."""
+def test_one_fault_seen_twice_is_reported_once():
+    """A device read inside a loop of tiny operators: only the narrower rule reports it."""
     wide, narrow = dict(ILL["tiny_operators"][0]), ILL["host_sync_every_step"][0]
     names = [f.name for f in judge(healthy(**{**wide, **narrow}), TABLE)]
     assert "host_sync_every_step" in names
@@ -122,19 +127,19 @@ def test_levers_of_rules_exist_and_codes_are_in_their_range(rule):
 
 
 def test_the_noise_of_the_healthy_program_is_in_its_what_ifs():
-    """Guards the fixture itself: a what-if that is certain would make the tests above easy."""
+    """This guards the fixture itself: a what-if without noise would make the tests above too easy."""
     assert [w.name for w in healthy().what_ifs if w.ratio and w.ratio.certain] == ["optimizer"]
     assert not NO_GAIN.certain
 
 
-def test_two_optimizers_from_one_line_are_not_remade_ones():
+def test_two_optimizers_from_one_line_are_not_recreated_ones():
     """A function that makes the optimizers of a generator and of a discriminator."""
     assert judge(healthy(events={"make_optimizer": event(most=2)}), TABLE) == []
 
 
 def test_more_threads_than_cores_need_no_what_if():
-    """With so many a step may take so long that there is no time for one."""
-    record = healthy(settings=settings(threads=24), what_ifs=[WhatIf("one thread fewer", why_not="there was no time to measure it")])
+    """With so many threads a step may take so long that there is no time for one."""
+    record = healthy(settings=settings(threads=24), what_ifs=[WhatIf("one thread fewer", why_not="no time was left to measure it")])
     assert [f.name for f in judge(record, TABLE)] == ["thread_count"]
     record.what_ifs = [WhatIf("one thread fewer", NO_GAIN)]
     assert judge(record, TABLE) == []

@@ -1,4 +1,7 @@
-"""The programs of the pages are real: each runs to its end, the bad ones too, which is why nobody notices them."""
+"""The programs of the pages are real: each runs to its end.
+
+The bad ones do too, which is why nobody notices them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 
 from flatout.diagnose.rules import TABLE
 
-# All of them in one process, each with fewer steps and no workers; what needs a GPU or NCCL is left out.
+# All of them run in one process, each with fewer steps and no workers; programs that need a GPU or NCCL are
+# left out.
 RUN = '''
 import contextlib, io, os, sys, warnings
 import torch

@@ -1,4 +1,4 @@
-"""`flatout profile` on real programs. One ill program is profiled once, and many things are asked of its record."""
+"""`flatout profile` on real programs. One faulty program is profiled once, and many tests read its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from flatout.plan.profile import ProfileRecord
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(240)
 
-# A slow data set, a value read each step, a list that keeps graphs, a cache that is emptied, an optimizer of many small steps.
+# A slow data set, a value read each step, a list that keeps graphs, a cache that is emptied, an optimizer of
+# many small steps.
 ILL = '''\
 import gc, os, time
 import torch
@@ -77,7 +78,7 @@ for step in range(10**9):
     optimizer.step()
 '''
 
-# The same, and it fails where a recording begins in the step in which another has ended.
+# The same program, which fails if a recording begins in the step in which another has ended.
 GUARDED = """\
 import torch
 start, stop, stopped = torch.profiler.profile.start, torch.profiler.profile.stop, [-1]
@@ -107,7 +108,7 @@ def profiled(cli, source: str, *options: str) -> tuple[ProfileRecord, object]:
 
 @pytest.fixture(scope="module")
 def ill(flatout_in, tmp_path_factory):
-    """The record of the ill program, what was said about it, and where."""
+    """The record of the faulty program, its report, and its folder."""
     cli = flatout_in(tmp_path_factory.mktemp("ill"))
     record, done = profiled(cli, ILL, "--steps", "24", "--budget", "40s", "--trace", "trace.json")
     return record, done, cli.folder
@@ -136,7 +137,7 @@ def test_what_ifs_are_measured_or_say_why_not(ill):
     assert "as fast" in record.bound_why
 
 
-def test_crossings_have_their_line_and_the_loader_is_none_of_them(ill):
+def test_synchronisations_have_their_line_and_exclude_the_loader(ill):
     record, _, _ = ill
     found = {(c.kind, c.place.line): c for c in record.crossings if c.place is not None}
     assert found["item", line_of(".item()")].calls == pytest.approx(1.0, abs=0.2)
@@ -153,7 +154,7 @@ def test_operators_have_time_flops_and_lines(ill):
     assert product.place.file == str(folder / "train.py")
     assert product.place.line == line_of("return self.head(self.body(x))")
     backward = found["aten::mm"]
-    assert backward.flops == 2 * 8 * (32 * 256 + 2 * 256 * 256 + 2 * 256 * 4)  # no gradient of the input is wanted
+    assert backward.flops == 2 * 8 * (32 * 256 + 2 * 256 * 256 + 2 * 256 * 4)  # the gradient of the input is not needed
     assert backward.place.line == line_of("return self.head(self.body(x))")
     assert record.operators_a_step > 20
     assert 0 < record.operator_us < 1000
@@ -164,7 +165,7 @@ def test_operators_have_time_flops_and_lines(ill):
     assert any(event.get("name") == "aten::addmm" for event in trace["traceEvents"])
 
 
-def test_the_loader_is_made_anew_and_its_slow_line_is_found(ill):
+def test_the_loader_is_recreated_and_its_slow_line_is_found(ill):
     record, _, _ = ill
     (loader,) = record.loaders
     assert loader.place.line == line_of("return DataLoader(")
@@ -192,7 +193,7 @@ def test_memory_of_a_step_by_kind_and_module(ill):
     assert memory.peak_place.file.endswith("train.py")
 
 
-def test_the_leak_its_holder_and_the_line(ill):
+def test_the_leak_its_owner_and_the_line(ill):
     record, _, _ = ill
     leak = record.leak
     assert leak.leaking
@@ -200,11 +201,11 @@ def test_the_leak_its_holder_and_the_line(ill):
     assert leak.holder == "list `kept` of main()"
     assert leak.place.line == line_of("kept.append(out)")
     assert leak.graph
-    assert leak.bytes_a_step == pytest.approx(4 * 8 * 4, rel=0.2)  # the outputs; what their graphs had saved went with the backward pass
+    assert leak.bytes_a_step == pytest.approx(4 * 8 * 4, rel=0.2)  # the outputs; the tensors saved by their graphs were freed by the backward pass
     assert leak.tensors_a_step == pytest.approx(1.0, abs=0.1)
 
 
-def test_settings_and_habits(ill):
+def test_settings_and_call_counters(ill):
     record, _, _ = ill
     (optimizer,) = record.settings["optimizers"]
     assert (optimizer["kind"], optimizer["foreach"], optimizer["tensors"]) == ("Adam", False, 6)
@@ -214,7 +215,7 @@ def test_settings_and_habits(ill):
     assert record.idle_ms is None
 
 
-def test_what_a_person_reads(ill):
+def test_the_printed_report(ill):
     _, done, _ = ill
     assert "data-bound" in done.out
     assert "train.py:" in done.out
@@ -238,11 +239,11 @@ def test_a_program_without_a_loader_that_holds_nothing(well):
     assert record.crossings == []
     why = {what_if.name: what_if.why_not for what_if in record.what_ifs}
     assert "without a DataLoader" in why["loader"]
-    assert "no place was heard" in why["syncs"]
+    assert "never waits for a tensor" in why["syncs"]
 
 
 def test_no_recording_begins_in_the_step_in_which_another_ends(well):
-    """The operator that is open then, the optimizer's step, would write its end into memory that is freed."""
+    """The operator that is open at that time, the optimizer's step, would write its end into freed memory."""
     record, _ = well
     assert record.operations
     assert record.memory is not None
@@ -259,7 +260,7 @@ def test_no_recording_begins_in_the_step_in_which_another_ends(well):
     ],
     ids=["fails", "never trains", "no torch"],
 )
-def test_honest_words(flatout, script, source, code, words):
+def test_clear_messages(flatout, script, source, code, words):
     script(source)
     done = flatout("profile", "--job", "job", "python", "train.py")
     assert done.code == code

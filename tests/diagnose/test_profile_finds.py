@@ -1,4 +1,6 @@
-"""One real profile of a program with several faults at once: what only running tells, with its lines."""
+"""One real profile of a program with several faults at once: the faults that show only at run time, with
+their lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A verdict follows the program, not its spelling: names, layout and wrapping may change, and the same rules are found."""
+"""A verdict depends on the program, not on its spelling.
+
+With other names, layout and wrapping, the same rules are found.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import Program
 
-# Comments do not survive a rewriting, and what lies at the top level is what one rule is about.
+# Comments do not survive rewriting, and one rule is about the top level.
 PROGRAMS = [(rule.code, kind, rule.section(kind)) for rule in TABLE if rule.look is not None for kind in ("Bad", "Good")
             if "flatout: ignore" not in rule.section(kind)]
 LETTERS = st.text(string.ascii_lowercase, min_size=3, max_size=9)
@@ -26,7 +29,7 @@ def verdict(code: str) -> Counter:
 
 
 class Renamed(ast.NodeTransformer):
-    """Every name that the program gives itself gets another one; what it imports, inherits or hands over by keyword stays."""
+    """Renames everything that the program defines; imported, inherited and keyword names stay."""
 
     def __init__(self, tree: ast.AST, fresh: list[str]) -> None:
         imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -56,7 +59,7 @@ def _is_method(tree: ast.AST, function: ast.AST) -> bool:
 
 
 def in_a_function(tree: ast.Module, name: str) -> ast.Module:
-    """Everything but the imports and an old guard moves into a function, which a guard calls."""
+    """Moves everything but the imports and an old guard into a function that a guard calls."""
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     rest = [node for node in tree.body if node not in imports]
     inner = ast.parse(f"def {name}():\n    pass\nif __name__ == '__main__':\n    {name}()")
@@ -87,7 +90,7 @@ def test_renamed_and_wrapped(which, names, wrapping):
     if wrapping != "no" and not any(isinstance(node, ast.Global) for node in ast.walk(tree)):
         tree = in_a_function(tree, "outermost") if wrapping == "function" else as_a_method(tree, "outermost")
     expected, got = verdict(code), verdict(ast.unparse(ast.fix_missing_locations(tree)))
-    if wrapping != "no":  # a guard or a function mends exactly this one
+    if wrapping != "no":  # a guard or a function fixes exactly this fault
         expected.pop("FL305", None)
         got.pop("FL305", None)
     assert got == expected, ast.unparse(tree)
@@ -96,7 +99,7 @@ def test_renamed_and_wrapped(which, names, wrapping):
 @given(which=st.sampled_from(PROGRAMS), other=st.sampled_from(PROGRAMS))
 @settings(max_examples=60)
 def test_two_programs_in_one_file_are_judged_apart(which, other):
-    """Each inside a function of its own: what is found in both is what is found in either."""
+    """Each is in its own function: the findings of both together are those of either one."""
     first, second = (in_a_function(ast.parse(code), name) for (_, _, code), name in ((which, "one"), (other, "two")))
     both = ast.unparse(ast.Module([*first.body, *second.body], []))
     known = {finding.rule for _, _, code in (which, other) for finding in check(Program.of_text(code))}

@@ -1,4 +1,4 @@
-"""Each what-if does what its page says while it holds, and leaves torch and the program as they were."""
+"""While it is on, each what-if does what its page says; afterwards torch and the program are unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = {"loader": True, "copies": True, "optimizer": True, "syncs": "all", "lo
 
 
 class Scene(SimpleNamespace):
-    """What a what-if asks of a Scene. Hashable by itself, as the real one is."""
+    """The parts of a Scene that a what-if needs. Hashable by identity, as the real one is."""
 
     __hash__ = object.__hash__
 
@@ -67,7 +67,7 @@ def test_batches_that_were_there_already(scene):
     undo = switched("loader", scene)
     taken = [batch.tolist() for batch in (next(each) for each in [iter(scene.loader)] * 9)]
     undo()
-    assert taken[:4] == taken[4:8]  # four are kept, and come in turns
+    assert taken[:4] == taken[4:8]  # four are kept and used in turn
     assert len({str(batch) for batch in taken}) == 4
     iterator = iter(scene.loader)
     undo = switched("loader", scene)
@@ -75,10 +75,10 @@ def test_batches_that_were_there_already(scene):
     with torch.no_grad():
         assert next(iterator).tolist() == taken[0]  # an evaluation gets its own
     undo()
-    assert next(iterator).tolist() == taken[1]  # and goes on from there
+    assert next(iterator).tolist() == taken[1]  # and continues from there
 
 
-def test_a_script_may_change_what_it_is_handed(scene):
+def test_a_script_may_change_its_batch(scene):
     rows = [{"x": torch.full((2,), float(number)), "y": number} for number in range(8)]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
     undo = switched("loader", scene)
@@ -93,8 +93,8 @@ def test_a_script_may_change_what_it_is_handed(scene):
     assert batch["x"].max() < 2000
 
 
-def test_what_is_taken_out_of_a_batch_is_there_the_next_time(scene, monkeypatch):
-    """Also of batches that are too large to be kept twice."""
+def test_entries_removed_from_a_batch_are_back_the_next_time(scene, monkeypatch):
+    """This also holds for batches that are too large to be kept twice."""
     monkeypatch.setattr(sys.modules["flatout.diagnose.what_ifs.loader"], "SPARE_BYTES", 0)
     loader = torch.utils.data.DataLoader([{"x": 1.0, "y": number} for number in range(24)], batch_size=2)
     undo = switched("loader", scene)
@@ -104,7 +104,7 @@ def test_what_is_taken_out_of_a_batch_is_there_the_next_time(scene, monkeypatch)
     assert seen[:4] == seen[4:8] == seen[8:]
 
 
-def test_an_optimizer_that_does_nothing_still_tells_who_listens(scene):
+def test_an_optimizer_that_does_nothing_still_calls_its_hooks(scene):
     from torch.optim import optimizer as hooks
 
     (optimizer,), heard = scene.optimizers, []
@@ -139,7 +139,7 @@ def test_stale_values(scene):
     assert lengths == [1, 2, 3]
 
 
-def test_a_loop_that_a_value_steers_comes_to_its_end(scene):
+def test_a_loop_controlled_by_a_value_ends(scene):
     undo = switched("syncs", scene)
     error, turns = torch.tensor(1.0), 0
     while error.item() > 1e-300 and turns < 10_000:
@@ -148,7 +148,7 @@ def test_a_loop_that_a_value_steers_comes_to_its_end(scene):
     assert turns < 10_000
 
 
-def test_silence(scene, capsys):
+def test_muted_output(scene, capsys):
     logger = logging.getLogger("a script's")
     logger.setLevel(logging.INFO)
     undo = switched("logging", scene)
@@ -164,7 +164,7 @@ def test_silence(scene, capsys):
     assert (out, err) == ("this\n", "")
 
 
-def test_what_cannot_be_had_has_a_sentence(scene):
+def test_unavailable_what_ifs_have_a_reason(scene):
     bare = Scene(**{**vars(scene), "loaders": [], "optimizers": []})
     for name, facts in (("loader", Facts()), ("copies", Facts()), ("optimizer", Facts()), ("one thread more", Facts(cores=1))):
         answer = BY_NAME[name].applies(facts, bare)

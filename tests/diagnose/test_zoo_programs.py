@@ -1,4 +1,6 @@
-"""The zoo of small ill programs: both texts of each are programs, and `flatout check` is right about them. bench/zoo.py runs them."""
+"""The zoo of small faulty programs: both texts of each are programs, and `flatout check` judges them
+correctly. bench/zoo.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ def test_both_texts_are_programs_that_differ_by_the_fault(name):
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
-def test_check_is_silent_on_the_twin_and_names_the_fault_where_the_source_tells(name):
+def test_check_finds_nothing_in_the_fixed_version_and_names_faults_visible_in_the_source(name):
     specimen = SPECIMENS[name]
     assert [finding.rule for finding in check(Program.of_text(specimen.well))] == []
     found = check(Program.of_text(specimen.ill))
     assert {finding.rule for finding in found} <= set(specimen.codes)
     assert all(finding.place is not None and finding.place.line in specimen.lines for finding in found)
     if found == []:
-        assert any(CODES[code].judge is not None for code in specimen.codes), "neither the source nor running tells"
+        assert any(CODES[code].judge is not None for code in specimen.codes), "neither the source nor a run shows it"

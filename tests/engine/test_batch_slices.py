@@ -1,4 +1,4 @@
-"""Captured steps with fewer samples."""
+"""Captured steps reduced to fewer samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def step(size: int, **more):
 
 
 @given(size=st.integers(1, 300), step_ms=st.floats(0.1, 60_000.0))
-def test_what_is_kept_are_the_first_samples_of_everything(size, step_ms):
+def test_the_first_samples_of_everything_are_kept(size, step_ms):
     whole = [step(size), step(size)]
     part, taken = sliced(whole, step_ms, torch)
     kept = len(part[0][0]["args"][0])
@@ -42,7 +42,7 @@ def test_steps_whose_sizes_differ_stay_whole(other):
     assert sliced(whole, SLOW_MS, torch) == (whole, 1.0)
 
 
-def test_a_loss_that_the_module_computes_itself_is_no_batch():
+def test_a_loss_computed_by_the_module_is_no_batch():
     part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, torch)
     assert taken == 0.25
     assert part[0][0]["grads"][0] == 1.0

@@ -1,4 +1,7 @@
-"""What a script trains with is found and called by its names, and its state is that of torch's own state_dicts, without calling one."""
+"""The training state of a script is found and named as in the script.
+
+It equals torch's own state_dicts, without calling one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from flatout.state.values import pack, unpack  # noqa: E402
 
 @pytest.fixture
 def find():
-    """``belongings, gone = find()``: they hear of what is made from then on; the ledger takes all out when the test ends."""
+    """``belongings, gone = find()`` hooks object creation from then on; the ledger removes the hooks when the
+    test ends.
+    """
     ledgers = []
 
     def install():
@@ -38,7 +43,7 @@ def find():
 
 class Loud(torch.nn.Linear):
     def state_dict(self, *args, **kwargs):
-        raise AssertionError("nothing of the script's is called")
+        raise AssertionError("no code of the script is called")
 
 
 def same(a, b):
@@ -60,7 +65,8 @@ def train(net, *optimizers, steps=3):
             optimizer.step()
 
 
-# No assert in a function that is looked into: pytest writes it anew so that it asks for its own variables.
+# This has no assert because pytest rewrites functions with asserts, and the rewritten code uses other
+# variables.
 def a_script(belongings):
     netG = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8, bias=False))
     netG[2].weight = netG[0].weight  # tied
@@ -82,17 +88,17 @@ def a_script(belongings):
 def test_names_and_states(find, tmp_path):
     belongings, _ = find()
     state, made = a_script(belongings)
-    assert list(state["modules"]) == ["netG", "odd", "ema"], "a copy that is kept beside is found, a module that does not train is not"
-    assert (list(state["optimizers"]), list(state["schedulers"])) == (["optimizer", "second"], ["both"]), "what another drives is in there"
+    assert list(state["modules"]) == ["netG", "odd", "ema"], "a separate copy is found, a module that does not train is not"
+    assert (list(state["optimizers"]), list(state["schedulers"])) == (["optimizer", "second"], ["both"]), "the state includes an optimizer that another object drives"
     assert same(dict(state["modules"]["netG"]["state"]), dict(made["netG"].state_dict()))
     assert state["modules"]["netG"]["versions"] == {key: value["version"] for key, value in made["netG"].state_dict()._metadata.items()}
     for name in ("optimizer", "second"):
         assert same(state["optimizers"][name], made[name].state_dict())
     assert same(state["schedulers"]["both"], made["both"].state_dict())
-    assert belongings.notes == {"odd": "what the own state_dict of Loud adds or changes"}
+    assert belongings.notes == {"odd": "additions and changes by the custom state_dict of Loud"}
     packed = pack(torch, state)
     assert packed.left_out == {}
-    assert len([name for name in packed.tensors if name.startswith("modules.netG")]) == len(made["netG"].state_dict()) - 1, "tied weights once"
+    assert len([name for name in packed.tensors if name.startswith("modules.netG")]) == len(made["netG"].state_dict()) - 1, "tied weights appear once"
     again = unpack(torch, packed.tree, packed.tensors)
     code = export(torch, again, {"netG": "model"}, tmp_path / "out").lines
     other = copy.deepcopy(made["netG"])
@@ -102,7 +108,7 @@ def test_names_and_states(find, tmp_path):
     assert torch.load(tmp_path / "out" / "random.pt")["torch"].dtype == torch.uint8
 
 
-def test_a_model_that_goes_is_told_of_while_its_state_is_there(find):
+def test_a_deleted_model_is_reported_while_its_state_exists(find):
     belongings, _ = find()
     states = []
     belongings.gone = lambda: states.append(belongings.state())
@@ -114,7 +120,7 @@ def test_a_model_that_goes_is_told_of_while_its_state_is_there(find):
     last = {name: value.clone() for name, value in net.state_dict().items()}
     del net
     assert [same(dict(state["modules"]["linear"]["state"]), last) for state in states] == [True]
-    assert belongings.state()["modules"] == {}, "and then nothing of it is held any longer"
+    assert belongings.state()["modules"] == {}, "and then nothing holds a reference to it"
     del optimizer
     assert len(states) == 2
 
@@ -123,7 +129,7 @@ def test_weights_in_no_module(find):
     belongings, _ = find()
     state = bare(belongings)
     assert {name: tuple(value.shape) for name, value in state["tensors"].items()} == {"W": (8, 2), "parameters[0]": (2, 1)}
-    assert not belongings.live, "nothing lives because it was found"
+    assert not belongings.live, "finding an object does not keep it alive"
 
 
 def bare(belongings):

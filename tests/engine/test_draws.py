@@ -1,4 +1,6 @@
-"""Draws: a few samples fetched again and again, through the loader's own data set and collation, and nothing else touched."""
+"""Repeated samples: a few samples are fetched again and again through the loader's own data set and
+collation, with no side effects.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flatout.engine.draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, Draws
 
 
 class Flipped(Dataset):
-    """Images that are bright on one side, turned round every other time."""
+    """Images that are bright on one side, flipped every other time."""
 
     def __init__(self, length: int = 40) -> None:
         self.length, self.fetched = length, []
@@ -43,12 +45,12 @@ def test_each_round_holds_each_sample_once():
     assert len(rounds) == ROUNDS
     assert all(len(row) == SAMPLES for row in rounds)
     means = [[round(sample[0], 3) for sample in row] for row in rounds]
-    assert means == [means[0]] * ROUNDS  # a flip does not move the mean
+    assert means == [means[0]] * ROUNDS  # a flip does not change the mean
     sides = [{row[at][2] > 0 for row in rounds} for at in range(SAMPLES)]
     assert sides == [{True, False}] * SAMPLES  # and every image was seen both ways
 
 
-def test_a_small_data_set_gives_what_it_has():
+def test_a_small_data_set_gives_all_its_samples():
     assert len(drawn(DataLoader(Flipped(5), batch_size=2))[0]) == 5
 
 
@@ -83,7 +85,7 @@ class Stream(IterableDataset):
 
 
 class Broken(Flipped):
-    """Can be read by one loader only."""
+    """Only one loader can read it."""
 
     def __getitem__(self, index: int) -> Any:
         if len(self.fetched) > 30:
@@ -97,7 +99,7 @@ class Broken(Flipped):
     DataLoader(Flipped(), batch_size=None),
     DataLoader([f"word {at}" for at in range(40)], batch_size=4),
 ], ids=["stream", "broken", "no batches", "no numbers"])
-def test_what_cannot_be_fetched_again_gives_nothing(loader):
+def test_data_that_cannot_be_fetched_again_gives_nothing(loader):
     assert drawn(loader) == []
 
 

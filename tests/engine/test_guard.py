@@ -1,4 +1,4 @@
-"""The judge over records: what may never be accepted, what may never be refused, and why in words."""
+"""The judge of records: what it must never accept, what it must never reject, and the reasons it gives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def curve(seed: int, steps: int = 60, noise: float = 0.1, of: Callable[[int], fl
 
 
 def seeds(change: Callable[[int, float], float] = lambda t, x: x, count: int = 3) -> list[TrialRecord]:
-    """Runs of one program with several seeds; ``change(step, loss)`` is what a lever makes of it after the first step."""
+    """Runs of one program with several seeds; ``change(step, loss)`` is the effect of a lever after the first
+    step.
+    """
     return [record([x if t == 0 else change(t, x) for t, x in enumerate(curve(seed))], seed) for seed in range(count)]
 
 
@@ -70,7 +72,7 @@ def test_a_loss_that_is_not_finite_where_the_plain_one_is_never_passes(effect, c
 
 
 @given(EFFECTS, any_losses, any_losses)
-def test_whatever_was_recorded_there_is_a_verdict_and_a_sentence(effect, a, b):
+def test_every_record_gets_a_verdict_and_a_sentence(effect, a, b):
     found = judge(effect, [record(a)], [record(b)])
     assert found.verdict in ("same", "equivalent", "failed", "not checked")
     assert found.why
@@ -120,21 +122,21 @@ def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
     assert "after step 2" in found.why
 
 
-def test_a_program_that_does_not_repeat_itself_is_told_so_and_judged_by_its_curves():
+def test_a_nondeterministic_program_gets_a_message_and_is_judged_by_its_curves():
     again = record(curve(17))
     found = judge(Effect.EXACT, seeds(), seeds(lambda t, x: x * (1 + 1e-6)), again=again)
     assert found.verdict == "equivalent"
-    assert "does not repeat itself" in found.why
+    assert "is not repeatable" in found.why
     assert judge(Effect.EXACT, seeds(), seeds(lambda t, x: x + 3.0), again=again).verdict == "failed"
 
 
-def test_a_program_whose_weights_do_not_repeat_is_not_held_to_its_bits_though_its_losses_do():
-    """Sums by atomic additions come out in another order each time; a loss need not show it at once."""
+def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_repeat():
+    """Atomic additions sum in a different order each time; a loss need not show it at once."""
     again = replace(seeds()[0], weights_digests={"1": "0a", "2": "rounded otherwise"})
     tuned = [replace(run, weights_digests={"1": f"{run.seed}a", "2": "and otherwise again"}) for run in seeds()]
     found = judge(Effect.EXACT, seeds(), tuned, again=again)
     assert found.verdict == "equivalent"
-    assert "does not repeat itself" in found.why
+    assert "is not repeatable" in found.why
 
 
 # -- rounding -------------------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_rounding_that_grows_slowly_passes():
 @pytest.mark.parametrize("change", [
     lambda t, x: x * 64 / 63,  # a mean over n - 1
     lambda t, x: 0.9 * x + 0.23,  # label smoothing
-    lambda t, x: x + (0.05 if t > 2 else 0.0),  # a step that went wrong
+    lambda t, x: x + (0.05 if t > 2 else 0.0),  # a broken step
 ])
 def test_a_loss_that_is_wrong_from_the_start_fails(change):
     for replica in (None, smooth(1e-6)):
@@ -165,31 +167,35 @@ def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient(
 
 
 def chaotic(start: float, growth: float = 30.0) -> Callable[[int, float], float]:
-    """Rounding that becomes a tenth of the loss within four steps, as a large step on a young network makes of it."""
+    """Rounding that grows to a tenth of the loss within four steps, as a large step on a young network
+    causes.
+    """
     return lambda t, x: x + 0.3 * math.tanh(start * growth**t / 0.3) * math.sin(37 * t)
 
 
-def test_chaos_from_the_start_is_measured_by_the_shaken_program():
+def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
     kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-7))
     assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks), passed=False) == {"start"}
     shaken = seeds(chaotic(1e-7))[:2]
     found = judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=shaken)
     assert found.verdict == "equivalent"
     assert "one rounding" in next(check.why for check in found.checks if check.name == "start")
-    # A program that carries rounding no further, or not so fast, excuses nothing.
+    # A program that amplifies rounding less, or more slowly, is no excuse.
     for calm in (seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), seeds(chaotic(1e-7, growth=4.0))):
         assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=calm[:2]), passed=False) == {"start"}
 
 
 @pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
-def test_chaos_excuses_nothing_that_is_there_at_once(change):
+def test_chaos_does_not_excuse_an_immediate_difference(change):
     kinks = {**smooth(1e-7), "smooth": False}
     found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-7))[:2])
     assert "start" in names(found, passed=False)
 
 
-def test_a_seed_is_held_against_its_own_shaken_run():
-    """One seed carries rounding a hundred times as far as another; a run of a third seed excuses nothing."""
+def test_a_seed_is_compared_with_its_own_perturbed_run():
+    """One seed amplifies rounding a hundred times as much as another; a run of a third seed
+    excuses nothing.
+    """
     kinks = {**smooth(1e-7), "smooth": False}
     tuned = [seeds(chaotic(start))[seed] for seed, start in enumerate((3e-7, 3e-5))]
     plain, shaken = seeds(count=2), seeds(chaotic(1e-7))
@@ -211,7 +217,7 @@ def float32(x: float) -> float:
 
 
 @given(st.integers(1, 2**24 - 1), st.integers(-100, 100), st.sampled_from([-1.0, 1.0]))
-def test_significant_bits_are_those_of_the_integer_that_a_float_is_made_of(mantissa, exponent, sign):
+def test_significant_bits_are_those_of_the_integer_mantissa(mantissa, exponent, sign):
     odd = mantissa
     while odd % 2 == 0:
         odd //= 2
@@ -242,30 +248,30 @@ def test_a_loss_in_half_precision_fails_whatever_the_effect(change, effect):
     lambda x: round(64 * x) / 64,  # a share of a batch
     lambda x: max(0.0, x - 1.0),  # a margin that is kept, or the loss itself
 ])
-def test_losses_that_are_short_in_the_plain_program_may_be_short(short):
+def test_losses_with_few_bits_in_the_plain_program_may_have_few_bits(short):
     plain = [record([short(x) for x in curve(seed)], seed) for seed in range(3)]
     tuned = [record([short(x + 0.004 * (-1) ** t) for t, x in enumerate(curve(seed))], seed) for seed in range(3)]
     assert "resolution" in names(judge(Effect.PRECISION, plain, tuned), passed=True)
 
 
-def test_the_first_losses_of_half_precision_are_measured_by_its_own_last_place():
+def test_the_first_losses_of_half_precision_are_measured_in_its_own_ulp():
     assert shake_for(Effect.PRECISION) > 1000 * shake_for(Effect.ROUNDING)
     kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-4))
     found = judge(Effect.PRECISION, seeds(), tuned, kinks)
     assert wants_shaken(found)
     assert judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-4))[:2]).verdict == "equivalent"
-    # What a program makes of float32's last place does not excuse it.
+    # The program's amplification of float32's last place does not excuse it.
     assert names(judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-7))[:2]), passed=False) == {"start"}
 
 
 @pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
-def test_half_precision_excuses_nothing_that_is_there_at_once(change):
+def test_half_precision_does_not_excuse_an_immediate_difference(change):
     kinks = {**smooth(1e-7), "smooth": False}
     found = judge(Effect.PRECISION, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-4, growth=1.5))[:2])
     assert "start" in names(found, passed=False)
 
 
-def test_what_a_late_replica_refuses_is_refused_and_called_late():
+def test_a_rejection_by_a_late_replica_is_final_and_called_late():
     wrong = {"checks": [{"name": "gradient", "passed": False, "why": "the gradient is gone", "value": 1.0, "limit": 0.5}]}
     found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=wrong)
     assert names(found, passed=False) == {"late gradient"}
@@ -303,7 +309,7 @@ def test_a_broken_lever_alone_is_blamed(effect, change, seen_by):
     assert found.name == seen_by
 
 
-def test_where_nothing_can_be_told_of_one_lever_nobody_is_blamed():
+def test_without_evidence_on_one_lever_none_is_blamed():
     plain, wrong = seeds()[0], seeds(lambda t, x: 2 * x)[0]
     shaken = seeds(chaotic(1e-4))
     assert start_agrees(Effect.RESAMPLED, plain, wrong, shaken) is None
@@ -316,7 +322,7 @@ def test_where_nothing_can_be_told_of_one_lever_nobody_is_blamed():
 
 
 @given(any_losses, any_losses, any_losses, EFFECTS)
-def test_whatever_was_recorded_of_one_lever_there_is_a_check_or_nothing(a, b, c, effect):
+def test_every_record_of_one_lever_gives_a_check_or_none(a, b, c, effect):
     found = start_agrees(effect, record(a), record(b), [record(c)])
     assert found is None or found.why
 
@@ -336,14 +342,14 @@ def test_other_batches_fail_where_there_is_a_loader():
     assert "batch 1" in found.why
 
 
-def test_what_the_replica_refuses_is_refused():
+def test_a_rejection_by_the_replica_is_final():
     wrong = {"checks": [{"name": "update", "passed": False, "why": "the update is off", "value": 2.0, "limit": 1e-3}]}
     found = judge(Effect.ROUNDING, seeds(), seeds(), wrong)
     assert found.verdict == "failed"
     assert "the update is off" in found.why
 
 
-def test_a_replica_that_could_not_be_made_is_said():
+def test_a_missing_replica_is_reported():
     found = judge(Effect.ROUNDING, seeds(), seeds(), {"failure": "no module was called"})
     assert found.verdict == "equivalent"
     assert "no module was called" in found.why
@@ -372,7 +378,9 @@ def test_a_program_that_diverges_by_itself_is_compared_until_then():
 
 
 def samples(seed: int, draw_seed: int, flip: bool = True, brighter: float = 0.0, count: int = 640) -> dict[str, Any]:
-    """Statistics of batches, and draws of a few samples, of a data set with a random flip and a random brightness."""
+    """Statistics of batches, and repeated samples, of a data set with a random flip and a random
+    brightness.
+    """
     order, draw = random.Random(seed), random.Random(1000 * seed + draw_seed)
 
     def fetch(sample: random.Random) -> list[float]:
@@ -387,31 +395,31 @@ def resampled(draw_seed: int, **change: Any) -> list[TrialRecord]:
     return [replace(run, **samples(run.seed or 0, draw_seed, **change)) for run in seeds()]
 
 
-def test_other_draws_from_the_same_distribution_pass():
+def test_other_samples_from_the_same_distribution_pass():
     found = judge(Effect.RESAMPLED, resampled(1), resampled(2))
     assert found.verdict == "equivalent"
     assert {"distribution", "shift", "draws"} <= names(found, passed=True)
 
 
-def test_a_data_set_that_draws_nothing_passes_with_itself():
+def test_a_data_set_without_random_numbers_matches_itself():
     assert judge(Effect.RESAMPLED, resampled(1, flip=False), resampled(1, flip=False)).verdict == "equivalent"
 
 
 @pytest.mark.parametrize(("change", "seen_by"), [
     ({"brighter": 0.5}, {"distribution", "shift", "draws"}),
-    ({"brighter": 0.04}, {"shift"}),  # a constant that is a little wrong, sample by sample
-    ({"flip": False}, {"draws"}),  # a flip that is missing over a population that is symmetric
+    ({"brighter": 0.04}, {"shift"}),  # a constant that is slightly wrong, sample by sample
+    ({"flip": False}, {"draws"}),  # a missing flip over a symmetric population
 ])
 def test_another_distribution_fails(change, seen_by):
     assert names(judge(Effect.RESAMPLED, resampled(1), resampled(2, **change)), passed=False) >= seen_by
 
 
-def test_batches_that_are_shared_as_a_whole_do_not_count_as_many_samples():
+def test_a_transform_drawn_once_per_batch_does_not_count_as_many_samples():
     def run(draw_seed: int) -> list[TrialRecord]:
         found = []
         for plain in seeds():
             draw = random.Random(100 * (plain.seed or 0) + draw_seed)
-            mixes = [draw.gauss(0, 1) for _ in range(12)]  # one draw for each batch of 64
+            mixes = [draw.gauss(0, 1) for _ in range(12)]  # one random number for each batch of 64
             found.append(replace(plain, scene=LOADER, batch_statistics=[[mixes[at // 64], 1.0, 0.0, 0.0] for at in range(12 * 64)]))
         return found
     found = [judge(Effect.RESAMPLED, run(1), run(other)) for other in range(2, 22)]

@@ -1,4 +1,6 @@
-"""A program that is rounded on purpose: in every step, by as much as was asked for, and never in its loss or its weights."""
+"""A program that is rounded on purpose: in every step, by the requested amount, and never in its loss or its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def most_bits(x: torch.Tensor) -> int:
 
 
 class Task(nn.Module):
-    """A root with a matrix of its own that returns a loss beside an output."""
+    """A root module with its own matrix that returns a loss together with an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ def test_a_layer_that_fails_gets_its_weights_back() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_layers_that_give_several_outputs_and_numbers_beyond_measure_are_rounded_too() -> None:
+def test_layers_with_several_outputs_and_extreme_numbers_are_rounded_too() -> None:
     torch.manual_seed(0)
     model = nn.LSTM(4, 6)
     perturb(scene_of(model), HALF_SHAKE, Ledger())
@@ -84,8 +86,8 @@ def test_layers_that_give_several_outputs_and_numbers_beyond_measure_are_rounded
     assert wild(torch.tensor([[float("nan")]])).isnan().all()
 
 
-def test_layers_whose_hooks_are_not_called_are_moved_once_after_a_step() -> None:
-    """As in a script that compiles its step before."""
+def test_layers_whose_hooks_are_not_called_are_perturbed_once_after_a_step() -> None:
+    """As in a script that compiles its step first."""
     model = nn.Linear(5, 7)
     scene = scene_of(model)
     scene.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
@@ -108,7 +110,7 @@ def test_layers_whose_hooks_are_not_called_are_moved_once_after_a_step() -> None
     assert torch.equal(model.weight, before)
 
 
-def test_without_a_layer_the_weights_are_moved_once() -> None:
+def test_without_a_layer_the_weights_are_perturbed_once() -> None:
     weights = torch.linspace(1, 2, 64).requires_grad_()
     scene = SimpleNamespace(torch=torch, roots=[], optimizers=[], parameters=[weights])
     before = weights.detach().clone()

@@ -1,4 +1,6 @@
-"""The step replica inside a real training loop: sound levers pass, broken ones fail in the comparison that is theirs."""
+"""The step replica inside a real training loop: sound levers pass, and broken ones fail in the comparison
+meant for them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from flatout.levers import TABLE
 from flatout.plan import Choice, Effect, Facts, Lever, Moment, Options
 
 SHELF = {lever.name: lever for lever in TABLE}
-START = 3  # the step after which the replica begins to listen
+START = 3  # the step after which the replica begins to record
 STEPS = 18
 
 
 class Ear(Listener):
-    """Hears a loop, hands its events to a replica, and keeps the replica's word."""
+    """Observes a loop, passes its events to a replica, and keeps the replica's result."""
 
     def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> None:
         self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
@@ -83,7 +85,7 @@ class Net(nn.Module):
 
 
 def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
-    """A small network with everything that may go wrong; returns its losses as hexadecimal floats."""
+    """A small network with every component that may go wrong; returns its losses as hexadecimal floats."""
     torch.manual_seed(0)
     model, criterion = Net(), nn.CrossEntropyLoss()
     if optimizer == "adamw":
@@ -123,7 +125,7 @@ def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
 
 
 class Attends(nn.Module):
-    """Attention by hand, with a mask that hides what comes later."""
+    """Hand-written attention with a causal mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
     assert "outputs" in failed(judged(lever(SHELF["attention"].known_bad), attend))  # type: ignore[arg-type]
 
 
-def test_doing_nothing_passes_with_nothing_to_see() -> None:
+def test_doing_nothing_passes_with_no_difference() -> None:
     verdict = judged(lever(lambda scene, value, ledger: ledger.restore))
     assert not failed(verdict)
     of_halves = {"resolution", "flushed", "bits", "saturated"}
@@ -171,7 +173,7 @@ def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
     assert not failed(judged(lever(apply)))
 
 
-# -- broken levers, each with the comparison that must see it ------------------------------------------------------------
+# -- broken levers, each with the comparison that must detect it -------------------------------------------------------------
 
 
 def gradients(change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)) -> Callable[[Any, Any, Any], Any]:
@@ -252,7 +254,7 @@ def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> No
     assert seen_by in failed(verdict), verdict
 
 
-def test_clipping_that_is_lost_fails() -> None:
+def test_lost_clipping_fails() -> None:
     def apply(scene: Any, value: Any, ledger: Any) -> Any:
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
         return ledger.restore
@@ -264,7 +266,7 @@ def test_the_known_bad_of_a_lever_fails(name: str) -> None:
     assert failed(judged(lever(SHELF[name].known_bad)))  # type: ignore[arg-type]
 
 
-def test_momentum_that_is_forgotten_fails() -> None:
+def test_lost_momentum_fails() -> None:
     def apply(scene: Any, value: Any, ledger: Any) -> Any:
         for optimizer in scene.optimizers:
             optimizer.state.clear()
@@ -293,7 +295,7 @@ def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
 
 
 class Task(nn.Module):
-    """Computes its own loss from log_softmax; ``beside`` is returned with it."""
+    """Computes its own loss from log_softmax and returns ``beside`` together with it."""
 
     def __init__(self, beside: bool = False) -> None:
         super().__init__()
@@ -322,7 +324,7 @@ def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
 
 
 def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """What the root module returns is changed."""
+    """Changes the output of the root module."""
     def apply(scene: Any, value: Any, ledger: Any) -> Any:
         for root in scene.roots:
             scene.wrap_forward(root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger)
@@ -331,7 +333,7 @@ def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], An
 
 
 def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
-    """While a root module runs, log_softmax is another."""
+    """Replaces log_softmax while a root module runs."""
     def apply(scene: Any, value: Any, ledger: Any) -> Any:
         def wrapper(forward: Any) -> Any:
             def inside(*args: Any, **kwargs: Any) -> Any:
@@ -354,7 +356,7 @@ def unshifted(x: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 class ShortGradient(torch.autograd.Function):
-    """log_softmax whose gradient p - 1 is zero where p is nearly 1."""
+    """A log_softmax whose gradient p - 1 is zero where p is nearly 1."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -371,7 +373,7 @@ class ShortGradient(torch.autograd.Function):
 
 
 def late_flush(scene: Any, value: Any, ledger: Any) -> Any:
-    """From the twelfth update on small elements of the gradient are zero."""
+    """From the twelfth update on, small elements of the gradient are zero."""
     updates = [0]
     for optimizer in scene.optimizers:
         def counted(really: Any = optimizer.step) -> None:
@@ -388,7 +390,7 @@ def late_flush(scene: Any, value: Any, ledger: Any) -> Any:
 def test_sound_half_precision_passes_where_the_module_computes_its_loss(name: str) -> None:
     verdict = judged(SHELF[name], task)
     assert not failed(verdict), verdict
-    assert "sure of these samples" in next(c["why"] for c in verdict["checks"] if c["name"] == "later gradient")
+    assert "confident of these samples" in next(c["why"] for c in verdict["checks"] if c["name"] == "later gradient")
 
 
 @pytest.mark.parametrize(("apply", "program", "seen_by"), [
@@ -409,17 +411,17 @@ def test_broken_half_precision_fails_where_it_is_broken(apply: Any, program: Any
     other_log_softmax(lambda x: unshifted(x, 2.5)),
     other_log_softmax(ShortGradient.apply),
 ])
-def test_what_breaks_late_in_a_training_is_seen_by_the_later_step(apply: Any) -> None:
+def test_a_late_failure_is_detected_by_the_later_step(apply: Any) -> None:
     verdict = judged(lever(apply), task)
     assert failed(verdict), [(c['name'], c['value'], c['limit']) for c in verdict['checks']]
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
 
 
-SLOW_MS = 9000.0  # a step of this length is played with 16 of 32 samples
+SLOW_MS = 9000.0  # a step of this length is replayed with 16 of 32 samples
 
 
 @pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads"])
-def test_a_part_of_the_batch_tells_sound_levers_from_broken_ones_where_a_step_is_long(name: str) -> None:
+def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
     sizes: list[int] = []
 
     def program() -> None:
@@ -436,7 +438,7 @@ def test_a_part_of_the_batch_tells_sound_levers_from_broken_ones_where_a_step_is
     assert sizes.count(32) == STEPS
 
 
-def test_a_module_that_needs_its_whole_batch_is_played_with_all_of_it() -> None:
+def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it() -> None:
     def program() -> None:
         really, Net.forward = Net.forward, lambda self, x: really(self, x.reshape(32, 3, 8, 8))  # type: ignore[method-assign]
         try:
@@ -448,9 +450,9 @@ def test_a_module_that_needs_its_whole_batch_is_played_with_all_of_it() -> None:
     assert failed(judged(lever(SHELF["channels_last"].known_bad), program, step_ms=SLOW_MS))  # type: ignore[arg-type]
 
 
-def test_a_replica_that_is_asked_late_sees_what_the_early_one_cannot() -> None:
+def test_a_late_replica_detects_failures_that_the_early_one_cannot() -> None:
     def surer() -> None:
-        """Its root returns log-probabilities, and the loss is the program's."""
+        """Its root module returns log-probabilities, and the program computes the loss."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 48), nn.Tanh(), nn.Linear(48, 6), LogSoftmax())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
@@ -471,7 +473,7 @@ class LogSoftmax(nn.Module):
         return nn.functional.log_softmax(x, -1)
 
 
-def test_a_loss_that_is_returned_beside_the_logits_counts_once() -> None:
+def test_a_loss_returned_with_the_logits_counts_once() -> None:
     taken: list[torch.Tensor] = []
 
     def note(scene: Any, value: Any, ledger: Any) -> Any:
@@ -486,10 +488,10 @@ def test_a_loss_that_is_returned_beside_the_logits_counts_once() -> None:
     assert all(any(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-8) for b in first) for a in seen[START])
 
 
-# -- the program that is listened to --------------------------------------------------------------------------------------
+# -- the observed program ----------------------------------------------------------------------------------------------------
 
 
-def test_listening_and_judging_change_nothing_in_the_program() -> None:
+def test_recording_and_judging_change_nothing_in_the_program() -> None:
     alone = classify()
     with heard(SHELF["channels_last"]) as ear:
         together = classify()
@@ -555,7 +557,7 @@ def test_infinities_of_a_mask_in_the_outputs_are_no_error() -> None:
 
 
 class Unsteady(nn.Module):
-    """Rounds otherwise in each call, as sums by atomic additions do."""
+    """Rounds differently in each call, as sums by atomic additions do."""
 
     def __init__(self, moves: float) -> None:
         super().__init__()
@@ -592,7 +594,7 @@ def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves: float, on
 
 
 @pytest.mark.parametrize("where", ["forward", "optimizer"])
-def test_memory_that_ends_in_the_replica_speaks_against_no_lever(where: str) -> None:
+def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> None:
     def apply(scene: Any, value: Any, ledger: Ledger) -> Any:
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -603,7 +605,7 @@ def test_memory_that_ends_in_the_replica_speaks_against_no_lever(where: str) -> 
 
     verdict = judged(lever(apply))
     assert "checks" not in verdict
-    assert "no memory left" in verdict["failure"]
+    assert "too little memory" in verdict["failure"]
 
 
 def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:
@@ -618,4 +620,4 @@ def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:
     with heard(SHELF["threads"]) as ear:
         bare()
     assert ear.verdict is not None
-    assert "no module of this program" in ear.verdict["failure"]
+    assert "no root module of this program" in ear.verdict["failure"]

@@ -3,9 +3,9 @@
 the process is killed at a random step                      tests/loop/test_loop_resume.py, bench/resume.py
 it is killed inside a save                                  tests/state/test_cuts.py: every call, bench/faults.py
 SIGTERM, SIGINT, SIGHUP, SIGUSR1, twice, in a save          tests/loop/test_loop_resume.py, tests/cli/test_supervise.py, test_rescue.py
-a save is cut off                                           tests/state/test_saves.py::test_every_accident_is_seen_and_the_save_before_it_is_used
+a save is cut off                                           tests/state/test_saves.py::test_every_accident_is_detected_and_the_previous_checkpoint_used
 a bit, a page, files of two saves, an old manifest          the same, bench/faults.py
-no save can be believed                                     tests/state/test_saves.py::test_where_nothing_can_be_believed_nothing_begins_anew
+no save can be believed                                     tests/state/test_saves.py::test_without_a_valid_checkpoint_training_does_not_start_from_scratch
 a full disk, a limit                                        tests/state/test_disks.py
 read-only and vanishing folders                             tests/state/test_disks.py; without a home: tests/cli/test_bad_days.py
 a loader worker is killed, stopped, raises                  tests/cli/test_supervise.py, bench/supervise.py

@@ -137,7 +137,7 @@ def test_a_measured_program_leaves_no_secret_and_asks_no_network(flatout, script
     words = ("train.py", "--token", "WORDSECRET", "--password=WORDSECRET", "https://me:WORDSECRET@host/data")
     done = flatout("profile", "--budget", "6s", *words, env=environment, timeout=180)
     assert done.code == 0, done.err
-    job = next((flatout.folder / ".flatout").iterdir())
+    job = next((flatout.folder / ".flatout").glob("*/"))
     assert stat.S_IMODE(job.stat().st_mode) == 0o700
     texts = {
         path: path.read_text(errors="replace")
@@ -165,14 +165,14 @@ def test_a_plan_that_somebody_else_has_laid_there_is_not_used(flatout, script):
     (flatout.folder / "train.py").write_text("print('trained')\n")
     plan = flatout.folder / "flatout.toml"
     plan.write_text("[levers]\ngc_pause = true\n")
-    for owner, mode, words in ((NOBODY, 0o644, "it belongs to"), (0, 0o666, "anybody may write to it")):
+    for owner, mode, words in ((NOBODY, 0o644, "it belongs to"), (0, 0o666, "anyone can write to it")):
         os.chown(plan, owner, owner)
         plan.chmod(mode)
         done = flatout("run", "train.py")
         assert done.code == 0
         assert done.out == "trained\n"
         assert words in done.said[0]
-        assert f"--plan {plan.name} uses it all the same" in done.said[0]
+        assert f"--plan {plan.name} uses it anyway" in done.said[0]
     os.chown(plan, NOBODY, NOBODY)
     plan.chmod(0o644)
     os.chown(flatout.folder / "train.py", NOBODY, NOBODY)  # whoever owns the script can have anything done anyway
@@ -193,7 +193,7 @@ def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
     place = tmp_path / "flatout-ranks-guessed"
     place.mkdir()
     os.chown(place, NOBODY, NOBODY)
-    with pytest.raises(StorageError, match="could be anything"):
+    with pytest.raises(StorageError, match="is not trusted"):
         private_folder(place)
     place.rmdir()
     place.symlink_to(tmp_path)
@@ -247,5 +247,5 @@ def test_what_is_not_there_is_trusted_and_what_is_ours_too(tmp_path):
     assert distrusted("/tmp") == ""  # everybody may write into it, and nobody may take away what is another's
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    assert distrusted(tmp_path / "open") == "anybody may write to it"
+    assert distrusted(tmp_path / "open") == "anyone can write to it"
     assert sys.platform == "linux"

@@ -185,7 +185,7 @@ def test_weights_that_change_behind_an_optimizers_back():
     logits = deferred.linear(X, w)
     with torch.no_grad():
         w.mul_(2)
-    with pytest.raises(RuntimeError, match="changed outside of an optimizer"):
+    with pytest.raises(RuntimeError, match="changing their weights outside an optimizer"):
         logits.sum()
 
 

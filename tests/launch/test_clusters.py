@@ -91,8 +91,8 @@ def test_sbatch_options_become_directives():
     assert directives("", Nodes(2, 2, 4, HERE))[-1] == "--cpus-per-task=4"
 
 
-@pytest.mark.parametrize(("options", "said"), [("--nodes=3", "what --nodes says"), ("-N3", "what --nodes says"), ("gpu", "no option of sbatch"),
-                                               ("--comment='a", "cannot be read"), ("'--comment=a\nb'", "line end")])
+@pytest.mark.parametrize(("options", "said"), [("--nodes=3", "is set by flatout"), ("-N3", "is set by flatout"), ("gpu", "is not an option of sbatch"),
+                                               ("--comment='a", "cannot be read"), ("'--comment=a\nb'", "line break")])
 def test_sbatch_options_that_cannot_be_meant(options, said):
     with pytest.raises(UsageError) as refused:
         directives(options, Nodes(2, 2, 1, HERE))

@@ -44,7 +44,7 @@ words = st.lists(st.text(st.characters(blacklist_characters="\0", blacklist_cate
         ({"rendezvous": "a:1"}, "--nodes 2 --rendezvous a:1"),
         ({"restarts": 3}, "--nodes 2 --restarts 3"),
         ({"nodes": "1", "restarts": -1}, "--restarts -1"),
-        ({"nodes": "1", "procs": 2, "gpus": 2}, "Leave one of them away"),
+        ({"nodes": "1", "procs": 2, "gpus": 2}, "Remove one of them"),
         ({"nodes": "1", "procs": 0}, "--procs 0"),
         ({"nodes": "1", "gpus": 0}, "--gpus 0"),
         ({"nodes": "2", "rendezvous": "a:1", "cluster": "--slurm"}, "--slurm knows the hosts itself"),
@@ -107,7 +107,7 @@ def test_a_name_that_is_the_machine_itself_on_every_machine_is_refused(monkeypat
 
 
 def test_every_address_is_no_place_to_meet():
-    with pytest.raises(UsageError, match="none at which others could meet"):
+    with pytest.raises(UsageError, match="other nodes cannot connect to it"):
         claimed(Endpoint("0.0.0.0", 29400), None, True)
 
 
@@ -248,7 +248,7 @@ def test_a_failure_names_its_rank_and_leaves_with_its_code(agents):
     assert "rank 1 (" in err
     assert "failed first on this node, with exit code 1" in err
     assert "RuntimeError: rank 1 cannot go on" in err  # rank 1 writes into a file: its last words are shown
-    assert "Traceback" not in err.split("The end of what it said")[0]
+    assert "Traceback" not in err.split("The end of its output")[0]
 
 
 def test_a_script_that_is_distributed_itself_keeps_what_torchrun_sets_and_ends_by_a_signal(agents, tmp_path):

@@ -185,12 +185,12 @@ def test_devices_that_are_not_there(monkeypatch):
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": "1,0,5"}):
         with pytest.raises(UsageError, match=r"there are 2 CUDA devices .* and 3 ranks need one each\. `--gpus 2`"):
             cuda_devices(environment, 3)
-    with pytest.raises(UsageError, match="2 ranks need a device each, and 1 were named"):
+    with pytest.raises(UsageError, match="2 ranks need one device each, but 1 given"):
         one_each(["0"], 2)
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
-    (["--procs", "0", "--", "python", "-c", "pass"], 2, "as one rank or more"),
+    (["--procs", "0", "--", "python", "-c", "pass"], 2, "at least one rank"),
     (["--procs", "2", "--"], 2, "no program was given"),
     (["--procs", "2", "--", "no-such-program"], 127, "there is no program"),
     (["--procs", "2", "--", "./not-a-program"], 127, "cannot be started: Exec format error"),
@@ -340,7 +340,7 @@ def test_ranks_that_go_on_alone_are_named_once(begin, flatout):
     source = "while rank == '1' and not (here / 'go').exists():\n    time.sleep(0.01)"
     launcher = begin(source, ready=False, launcher=changed("watching.SILENCE_S = 0.2"))
     said = launcher.stderr.readline().decode()
-    assert re.fullmatch(r"flatout: rank 0 has ended 0 s ago, and these still run: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n", said)
+    assert re.fullmatch(r"flatout: rank 0 exited 0 s ago; still running: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n", said)
     (flatout.folder / "go").touch()
     _, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (0, b"")

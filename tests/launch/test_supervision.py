@@ -81,12 +81,12 @@ def test_how_a_program_has_ended():
     root = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)"
     report = {"kinds": ["ChildFailedError"], "said": root, "places": []}
     assert (of(-9).kind, of(-9).code) == ("signal", 137)
-    assert "may have been out of memory" in of(-9, kernel=None).what
+    assert "may have run out of memory" in of(-9, kernel=None).what
     assert of(-9, kernel=True).kind == of(1, kernel=True).kind == "memory"
     assert of(1, {"kinds": ["OutOfMemoryError", "RuntimeError"], "said": "CUDA out of memory. Tried"}).kind == "memory"
     assert of(1, {"kinds": ["RuntimeError"], "said": "[enforce fail] DefaultCPUAllocator: can't allocate memory"}).kind == "memory"
     assert of(1, {"kinds": ["BrokenPipeError"], "said": "x"}).kind == "unheard"
-    assert of(1, lost, report).what == "`train` failed after step 7: rank 1 was the first to end, by SIGKILL"
+    assert of(1, lost, report).what == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
     named = of(1, {"kinds": ["ValueError"], "said": "a bad sample\nmore", "places": [["/home/me/train.py", 3], ["/x/site-packages/torch/a.py", 9]]}, report)
     assert (named.what, named.place) == ("`train` failed after step 7 with ValueError: a bad sample", "/home/me/train.py, line 3")
 
@@ -105,11 +105,11 @@ def course_of(*attempts, kind="exit"):
 def test_whether_one_more_start_makes_sense():
     assert course_of((57, 0, 5, 50)) == ""
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0)) == ""
-    assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (7, 50, 0, 0)).startswith("3 restarts in a row have brought it no step further than 5")
+    assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (7, 50, 0, 0)).startswith("3 restarts in a row made no progress beyond step 5")
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (17, 50, 1, 60), (3, 60, 0, 0)) == ""
     assert course_of((10, 0, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0), (40, 0, 0, 0), (50, 0, 0, 0)) == ""  # no save is heard of, but it comes further
     assert course_of((10, 0, 0, 0), (9, 0, 0, 0), (8, 0, 0, 0), (10, 0, 0, 0)) != ""
-    assert course_of((0, 0, 0, 0)) == "it failed before its first step, and would again"
+    assert course_of((0, 0, 0, 0)) == "it failed before its first step and would fail again"
     assert course_of((0, 0, 0, 0), kind="signal") == ""
     assert course_of((57, 0, 0, 0), kind="memory") == "the next start would run out of memory at the same place. Take less"
     assert course_of((57, 0, 5, 50), kind="memory") == ""

@@ -1,4 +1,6 @@
-"""A small training program that lives in this process, with a Scene around it: convolution, batch norm, dropout, a loader."""
+"""A small training program in this process with a Scene around it: convolution, batch norm, dropout, a
+loader.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ BATCH = 8
 
 
 class Program:
-    """Trains when told to. ``losses`` are hexadecimal; the scene has seen everything since before the model was made."""
+    """Trains on request.
+
+    ``losses`` are hexadecimal; the scene has observed everything since before the model was made.
+    """
 
     def __init__(self, torch, device="cpu", optimizer="Adam", model=None, size=12, early=()):
         self.torch, self.device = torch, device
@@ -36,7 +41,7 @@ class Program:
         self.losses = []
 
     def train(self, epochs=1):
-        """Four steps an epoch. Answers the losses of these epochs."""
+        """Run epochs of four steps each and return their losses."""
         torch, found = self.torch, []
         for _ in range(epochs):
             for x, y in self.loader:
@@ -57,7 +62,9 @@ class Program:
 
 @pytest.fixture
 def program():
-    """``program()`` is a Program that has trained one epoch; options as those of the class, and ``epochs``."""
+    """``program()`` is a Program that has trained one epoch; it takes the options of the class, and
+    ``epochs``.
+    """
     torch = pytest.importorskip("torch")
     made = []
 
@@ -74,7 +81,9 @@ def program():
 
 @pytest.fixture
 def training(request):
-    """``training()`` is one of the file's class ``Training``, with a scene and a ledger that are left at the end."""
+    """``training()`` is one of the file's class ``Training``, with a scene and a ledger that are closed at
+    the end.
+    """
     made = []
 
     def make(**options):

@@ -1,4 +1,4 @@
-"""The sentences that the source of a lever gives to ``Skip``, read from its syntax tree."""
+"""The sentences that the source of a lever passes to ``Skip``, read from its syntax tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ FROM_THE_PIPELINE = ("cached_prefix", "batched_transforms", "resident_data")  # 
 
 @functools.cache
 def templates(lever: str) -> tuple[str, ...]:
-    """Regular expressions for all sentences that the source of a lever gives to ``Skip``; what is filled in is ``.+``."""
+    """Regular expressions for all sentences that the source of a lever passes to ``Skip``; placeholders
+    become ``.+``.
+    """
     module = importlib.import_module(f"flatout.levers.{lever}")
     tree = ast.parse(inspect.getsource(module))
     found: list[str] = []
@@ -30,7 +32,10 @@ def templates(lever: str) -> tuple[str, ...]:
 
 
 def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[str]:
-    """Of an expression in a function of a module. Raises AssertionError for one that this does not understand."""
+    """The sentences of an expression in a function of a module.
+
+    Raises AssertionError for an expression that it does not understand.
+    """
     again = functools.partial(sentences, function=function, module=module)
     match value:
         case ast.Constant(value=str(text)):
@@ -51,11 +56,11 @@ def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[s
             return [sentence for each in given for sentence in again(each)] if given else [re.escape(getattr(module, name))]
         case ast.Dict():
             return []
-    raise AssertionError(f"{module.__name__}: this test does not understand what is given to Skip: {ast.unparse(value)}")
+    raise AssertionError(f"{module.__name__}: this test does not understand this argument of Skip: {ast.unparse(value)}")
 
 
 def of_a_function(function: Any) -> list[str]:
-    """All that it returns of its own."""
+    """All sentences that the function itself returns."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     text = (ast.Constant, ast.JoinedStr, ast.IfExp, ast.Name, ast.Call)

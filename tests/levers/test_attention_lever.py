@@ -1,4 +1,6 @@
-"""attention in small programs: found by structure, trained the same, reported where nothing was replaced, beside other levers."""
+"""The lever attention in small programs: found by structure, training the same, explained where nothing was
+replaced, combined with other levers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "
 
 
 def weigh(q, k, mask):
-    """A function of the script's own: the module below does not name a softmax."""
+    """The script's own function: the module below does not name a softmax."""
     return F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(mask == 0, -math.inf), dim=-1)
 
 
@@ -51,7 +53,7 @@ class ByHand(nn.Module):
 
 
 class Unkept(ByHand):
-    """Does not keep the weights: in a graph those would be a result."""
+    """Does not keep the weights: in a graph they would be a result."""
 
     def forward(self, x):
         q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
@@ -67,7 +69,7 @@ class Fused(ByHand):
 
 
 class Multihead(nn.Module):
-    """Asks for weights, as is the default, and does nothing with them."""
+    """Asks for weights, as is the default, and ignores them."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -148,7 +150,7 @@ def test_evaluation_is_plain(training):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
-    """After the backward pass: in each step, and once in a while."""
+    """The weights are read after the backward pass: in each step, and once in a while."""
     def read(steps, seen):
         def look(model):
             seen.append(model.layers[1]["attention"].weights.detach().clone() if len(seen) % every == 0 else None)
@@ -168,10 +170,10 @@ def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"dropout": 0.3}, "drops attention weights at random"), ({"kind": Fused}, "by scaled_dot_product_attention already"),
-    ({"kind": Multihead, "dropout": 0.1}, "drops attention weights at random")])
+    ({"dropout": 0.3}, "applies dropout to attention weights"), ({"kind": Fused}, "already computes attention by scaled_dot_product_attention"),
+    ({"kind": Multihead, "dropout": 0.1}, "applies dropout to attention weights")])
 def test_a_lever_that_did_nothing_says_why(training, options, says):
-    """And the program draws the numbers of the plain one, and has its losses bit for bit."""
+    """The program uses the random numbers of the plain one and has its losses bit for bit."""
     expected, live = training(plain=True, **options).steps(8), training(**options)
     got = live.steps(2)
     LEVER.apply(live.scene, True, live.ledger)
@@ -198,7 +200,7 @@ def test_weights_that_are_always_read_are_left_alone_and_reported(training):
     assert deferred.COUNT[0] == before
 
 
-def test_what_is_found_and_what_is_not(training, program):
+def test_which_attentions_are_found(training, program):
     assert isinstance(LEVER.applies(FACTS, program().scene), Skip)  # convolutions
     inside = training(kind=lambda dropout: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True))
     inside.steps(2)
@@ -208,7 +210,7 @@ def test_what_is_found_and_what_is_not(training, program):
     live.scene.create_graph_seen = True
     assert "no second derivative" in LEVER.applies(FACTS, live.scene).reason
     live.scene.create_graph_seen, live.scene.compiled_by_script = False, True
-    assert "recognises attention in its own way" in LEVER.applies(FACTS, live.scene).reason
+    assert "recognises attention itself" in LEVER.applies(FACTS, live.scene).reason
 
 
 def test_known_bad_is_another_scale(training):
@@ -223,8 +225,10 @@ def test_known_bad_is_another_scale(training):
 
 
 @pytest.mark.parametrize(("name", "value"), [("autocast", "bfloat16"), ("recompute", {"ops": "cheap"}), ("recompute", {"blocks": 1.0}), ("fused_ops", True)])
-def test_beside_another_lever(training, name, value):
-    """In the order of the table: the losses are those of the other lever alone, up to rounding, and attention is fused under it."""
+def test_with_another_lever(training, name, value):
+    """Levers apply in the order of the table: the losses are those of the other lever alone, up to rounding,
+    and attention is fused under it.
+    """
     levers = sorted([(BY_NAME[name], value), (LEVER, True)], key=lambda each: list(BY_NAME).index(each[0].name))
     losses = []
     for chosen in ([(BY_NAME[name], value)], levers):
@@ -244,8 +248,10 @@ def test_beside_another_lever(training, name, value):
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_beside_compile(training):
-    """The graph has the fused kernel in it where both are on, the same losses, and each combination is compiled once."""
+def test_with_compile(training):
+    """With both on, the graph contains the fused kernel, the losses are the same, and each combination is
+    compiled once.
+    """
     expected, live = training(plain=True, kind=Unkept).steps(14), training(kind=Unkept)
     compile_, compiled = BY_NAME["compile"], torch._dynamo.utils.counters["stats"]
     got = live.steps(2)
@@ -270,7 +276,10 @@ def test_beside_compile(training):
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed")
 def test_models_of_transformers():
-    """Written by others: masks of padding, shared key heads, a bias of each head. In a process of its own."""
+    """Models from another library: padding masks, shared key heads, a bias for each head.
+
+    They run in their own process.
+    """
     script = Path(__file__).parent / "programs" / "of_transformers.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Half precision at the module's border: the script sees float32, float16 carries its loss scale, overflow leaves a step out."""
+"""Half precision at the module's boundary: the script sees float32, float16 carries its loss scale, an
+overflow skips the step.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_outputs_of_any_shape_keep_their_form(program, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
 def test_it_trains(program, dtype, optimizer):
-    """The loss falls, and stays near the plain program's: rounding, not other maths."""
+    """The loss falls and stays near the plain program's: only rounding differs."""
     plain, live = (program(epochs=1, optimizer=optimizer) for _ in range(2))
     LEVER.apply(live.scene, dtype, live.ledger)
     mine, theirs = live.train(6), plain.train(6)
@@ -97,7 +99,7 @@ def test_accumulated_gradients_are_unscaled_once(program):
 
 
 def test_small_gradients_survive_in_float16(program):
-    """Without a scale these would be zeros: 1e-6 and less is below what float16 can hold between layers."""
+    """Without a scale these would be zeros: float16 cannot hold 1e-6 and less between layers."""
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
     LEVER.apply(live.scene, "float16", live.ledger)
@@ -107,7 +109,7 @@ def test_small_gradients_survive_in_float16(program):
     assert first.count_nonzero() > 0.9 * first.numel()
 
 
-def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
+def test_overflow_skips_the_step_and_halves_the_scale(program):
     live = program(optimizer="SGD")
     ledger = live.ledger
     LEVER.apply(live.scene, "float16", ledger)
@@ -125,7 +127,7 @@ def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
     assert all(torch.isfinite(p).all() for p in live.model.parameters())
     assert all(torch.isfinite(p.grad).all() for p in live.model.parameters())
     assert step(1.0)
-    # The scale has been halved: what just overflowed at the first scale passes at some lower one.
+    # The scale has been halved: what overflowed at the first scale passes at some lower one.
     tries = 0
     while not step(10.0) and tries < 20:
         tries += 1
@@ -145,7 +147,7 @@ class Reads(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_overflow_is_asked_for_once_a_step_and_not_at_each_parameter(program):
+def test_overflow_is_checked_once_a_step_and_not_for_each_parameter(program):
     live = program(optimizer="SGD")
     LEVER.apply(live.scene, "float16", live.ledger)
     loss = functional.cross_entropy(live.model(torch.randn(8, 3, 12, 12)), torch.randint(5, (8,)))
@@ -156,8 +158,8 @@ def test_overflow_is_asked_for_once_a_step_and_not_at_each_parameter(program):
         assert reads.count == 1
 
 
-@pytest.mark.filterwarnings("error")  # a scheduler warns where it misses its mark on the step
-def test_the_scheduler_and_the_state_are_not_disturbed_by_a_step_left_out(program):
+@pytest.mark.filterwarnings("error")  # a scheduler warns if its mark on the step is missing
+def test_a_skipped_step_leaves_scheduler_and_state_unchanged(program):
     live = program(optimizer="Adam")
     scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
     LEVER.apply(live.scene, "float16", live.ledger)
@@ -173,7 +175,9 @@ def test_the_scheduler_and_the_state_are_not_disturbed_by_a_step_left_out(progra
 
 
 def test_a_penalty_on_the_weights_is_not_divided_by_the_scale(program):
-    """Part of the loss may reach the parameters without passing through the module: its gradient must stay whole."""
+    """Part of the loss may reach the parameters without passing through the module; its gradient must stay
+    whole.
+    """
     live = program()
     LEVER.apply(live.scene, "float16", live.ledger)
     live.optimizer.zero_grad()
@@ -183,8 +187,8 @@ def test_a_penalty_on_the_weights_is_not_divided_by_the_scale(program):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_modules_one_behind_the_other(program, dtype):
-    """A GAN, an encoder and a decoder: the gradient passes two borders."""
+def test_two_modules_in_sequence(program, dtype):
+    """In a GAN, or an encoder and a decoder, the gradient crosses two boundaries."""
     live = program(epochs=0)
     head = torch.nn.Linear(5, 2)
     x = torch.randn(8, 3, 12, 12)

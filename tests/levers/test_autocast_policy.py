@@ -1,4 +1,6 @@
-"""Autocast on the CPU keeps in float32 what CUDA's keeps there, wherever an operator is called, and only while the lever is on."""
+"""Autocast on the CPU keeps in float32 what CUDA's keeps there, wherever an operator is called, and only
+while the lever is on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "
 ONES, CLASSES = torch.ones(4, 8), torch.arange(4)
 UP = functional.interpolate
 
-# The page of torch.amp, "CUDA Ops that can autocast to float32". Each gets [4, 8] in bfloat16, numbers between 0.1 and 0.9.
+# The list of torch.amp's page, "CUDA Ops that can autocast to float32". Each gets [4, 8] in bfloat16, numbers
+# between 0.1 and 0.9.
 DOCUMENTED = {
     "__pow__": lambda x: x**2, "__rdiv__": lambda x: 1 / x, "__rpow__": lambda x: 2**x, "__rtruediv__": lambda x: torch.Tensor.__rtruediv__(x, 2.0),
     "acos": torch.acos, "asin": torch.asin, "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
@@ -43,7 +46,7 @@ DOCUMENTED = {
     "softmax": lambda x: functional.softmax(x, -1), "softmin": lambda x: functional.softmin(x, -1), "softplus": functional.softplus, "sum": torch.sum,
     "renorm": lambda x: torch.renorm(x, 2, 0, 0.5), "tan": torch.tan, "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x, x + 1),
 }
-# In the list of the header, and not on that page.
+# These are in the list of the header but not on that page.
 FURTHER = {
     "logsumexp": lambda x: x.logsumexp(-1), "rms_norm": lambda x: functional.rms_norm(x, (8,)), "huber_loss": lambda x: functional.huber_loss(x, x + 1),
     "nearest": lambda x: UP(x[None, None], scale_factor=2), "nearest-exact": lambda x: UP(x[None, None], scale_factor=2, mode="nearest-exact"),
@@ -60,7 +63,9 @@ HALF = {"linear": lambda x: functional.linear(x, ONES), "matmul": lambda x: x @ 
 
 
 class Calls(torch.nn.Module):
-    """A root module that hands a half-precision tensor to a function and notes the dtypes on both sides."""
+    """A root module that passes a half-precision tensor to a function and records the dtypes on
+    both sides.
+    """
 
     def __init__(self, function):
         super().__init__()
@@ -105,7 +110,7 @@ def test_the_rest_stays_in_half_precision(program, name):
 
 
 def test_the_lists_are_those_of_this_torch():
-    """The header that torch was built from comes with it."""
+    """torch ships the header that it was built from."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     if not header.is_file():
         pytest.skip("not run: this torch came without its headers")
@@ -137,7 +142,7 @@ def dtype_of_softmax():
 
 
 def test_undone_it_leaves_no_kernel_behind():
-    """Two at a time share the kernels; the last one takes them away."""
+    """Two at a time share the kernels; the last one removes them."""
     before, tag, one, other = registered(), torch.compiler.config.cache_key_tag, Ledger(), Ledger()
     assert dtype_of_softmax() is torch.bfloat16
     for _ in range(2):
@@ -155,7 +160,9 @@ def test_undone_it_leaves_no_kernel_behind():
        st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_where_autocast_is_off_nothing_changes(names, dtype, around):
-    """The same bits and dtypes with the kernels as without, also in a part of the model that switches autocast off."""
+    """The bits and dtypes are the same with and without the kernels, also in a part of the model that
+    switches autocast off.
+    """
     def outputs(x):
         with torch.autocast("cpu", torch.bfloat16, enabled=around), torch.autocast("cpu", enabled=False):
             return [_result(function, x) for function in functions]
@@ -169,7 +176,7 @@ def test_where_autocast_is_off_nothing_changes(names, dtype, around):
 
 
 def _result(function, x):
-    """Dtype and numbers, or the error: some operators do not know bfloat16."""
+    """Dtype and numbers, or the error: some operators do not support bfloat16."""
     try:
         found = function(x)
     except RuntimeError as error:
@@ -178,7 +185,7 @@ def _result(function, x):
 
 
 class Task(torch.nn.Module):
-    """Returns its own loss: cross entropy with smoothed labels, by hand."""
+    """Returns its own loss: a hand-written cross entropy with smoothed labels."""
 
     def __init__(self, loss="smoothed"):
         super().__init__()
@@ -201,7 +208,10 @@ class Task(torch.nn.Module):
 
 @pytest.mark.parametrize("loss", ["smoothed", "absolute"])
 def test_a_loss_that_the_model_computes_by_hand_has_all_bits_of_float32(program, loss):
-    """From the very logits that the model has computed in half precision. In bfloat16 a loss would be off by up to 4e-3 of itself."""
+    """The loss comes from the logits that the model computed in half precision.
+
+    In bfloat16 it would be off by up to a relative 4e-3.
+    """
     torch.manual_seed(0)
     module, step_of_bfloat16 = Task(loss), 2.0**-8
     ledger = live(program, module)
@@ -229,7 +239,7 @@ def test_other_dtypes_stay(program):
 
 
 def test_float32_may_meet_half_precision(program):
-    """Operators that expect one dtype compute in float32 then, as on CUDA."""
+    """Operators that expect one dtype then compute in float32, as on CUDA."""
     index, at = torch.zeros(4, 8, dtype=torch.long), torch.arange(4)
     for function in (lambda x: x.scatter_add(0, index, x.softmax(-1)), lambda x: x.index_put((at,), x.exp()), lambda x: torch.dot(x[0], x.exp()[0]),
                      lambda x: torch.cross(x[:, :3], x.exp()[:, :3], dim=1), lambda x: torch.tensordot(x, x.exp(), 2),
@@ -264,7 +274,7 @@ def test_a_checkpoint_computes_the_same_again(program, reentrant):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_scripts_and_transforms_of_functions(program):
-    """TorchScript and torch.func call operators in ways of their own."""
+    """TorchScript and torch.func have their own ways to call operators."""
     scripted = torch.jit.script(Normalised())
     for function in (scripted, lambda x: torch.func.vmap(torch.exp)(x), lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
                      lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1]):
@@ -293,7 +303,7 @@ def test_an_operator_fails_as_it_does_without(program):
 
 
 class Halves(torch.utils.data.Dataset):
-    """Samples that are made in half precision by a loader worker."""
+    """Samples that a loader worker makes in half precision."""
 
     def __len__(self):
         return 2
@@ -332,7 +342,7 @@ def test_on_cuda_only_the_mean_is_added():
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_the_compiler_beside_it(program):
+def test_with_the_compiler(program):
     torch.manual_seed(0)
     module, x, y = Task(), torch.randn(16, 8), torch.randint(5, (16,))
     ledger, before = live(program, module, (COMPILE, "default")), torch._dynamo.utils.counters["frames"]["ok"]

@@ -1,4 +1,4 @@
-"""The lever batch_size: which loader gets the size, and what stays as it was."""
+"""The lever batch_size: which loader gets the size, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN, TEST = list(torch.arange(40.0)), list(torch.arange(30.0))
 
 
 class Own(Sampler):
-    """Gives the samples in groups of four, as one does who knows that four are in a batch."""
+    """Yields the samples in groups of four, as a sampler does that knows the batch size is four."""
 
     def __iter__(self):
         return iter(range(40))
@@ -50,12 +50,12 @@ def sizes(loader):
 
 
 def test_one_loader_gets_it_and_the_others_stay(scene):
-    """The second of three; made again for another epoch it is the same one."""
+    """The second of three loaders; made again for another epoch it is the same one."""
     LEVER.apply(scene, {"size": 16, "loader": 1}, Ledger())
     first, train, test = DataLoader(TEST, 5), DataLoader(TRAIN, 4, shuffle=True, drop_last=True), DataLoader(TEST, 4)
     assert (sizes(first)[0], sizes(train), sizes(test)[0]) == (5, [16, 16], 4)
     assert sizes(DataLoader(TRAIN, 4, shuffle=True, drop_last=True)) == [16, 16]
-    assert sizes(DataLoader(TRAIN, 4)) == [4] * 10  # no shuffling, so another one
+    assert sizes(DataLoader(TRAIN, 4)) == [4] * 10  # no shuffling, so it is another loader
     assert [seen["batch_size"] for seen in scene.loaders] == [5, 16, 4, 16, 4]
     assert scene.reports == []
 
@@ -71,7 +71,7 @@ def test_the_order_stays(scene, arguments):
     assert torch.cat(found).tolist() == list(range(40))
 
 
-def test_a_batch_sampler_keeps_what_it_draws_from(scene):
+def test_a_batch_sampler_keeps_its_sampler(scene):
     drawn = RandomSampler(TRAIN, generator=torch.Generator().manual_seed(3))
     LEVER.apply(scene, {"size": 16}, Ledger())
     assert sizes(DataLoader(TRAIN, batch_sampler=BatchSampler(drawn, 4, drop_last=True))) == [16, 16]
@@ -90,7 +90,7 @@ def test_a_stream_is_batched_by_the_loader(scene):
     (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_BATCHES.format(name="list")), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
     (Stream(), {"batch_size": None}, BATCHES_ITSELF),
 ], ids=["sampler", "inside", "list", "none", "stream"])
-def test_what_cannot_have_another_size_says_why(scene, data, arguments, why):
+def test_loaders_that_cannot_change_their_size_say_why(scene, data, arguments, why):
     LEVER.apply(scene, {"size": 16}, Ledger())
     loader = DataLoader(data, **arguments)
     assert scene.reports == [("batch_size", why)]
@@ -99,7 +99,9 @@ def test_what_cannot_have_another_size_says_why(scene, data, arguments, why):
 
 
 def train(*loaders, model=None):
-    """One epoch over the first, an evaluation over the second after each batch, with gradients on."""
+    """One epoch over the first loader, with an evaluation over the second after each batch, gradients
+    enabled.
+    """
     model = model or torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for batch in loaders[0]:
@@ -121,7 +123,7 @@ def test_the_loader_that_trains_is_known(scene):
 
 
 @pytest.mark.parametrize("value", [16, True, {}, {"size": 0}, {"size": 2.0}, {"size": True}, {"size": 8, "loader": -1}, {"size": 8, "workers": 1}], ids=str)
-def test_a_value_that_says_nothing_is_refused(scene, value):
+def test_an_invalid_value_is_rejected(scene, value):
     with pytest.raises(TypeError, match="size"):
         LEVER.apply(scene, value, Ledger())
     assert scene._loaders.rules == []

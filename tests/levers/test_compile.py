@@ -1,4 +1,4 @@
-"""torch.compile for real: names and draws stay, what cannot be compiled runs as it is."""
+"""Real torch.compile: names and random numbers stay, and unsupported code runs uncompiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Each test compiles anew."""
+    """Each test compiles from scratch."""
     yield
     torch._dynamo.reset()
 
@@ -31,7 +31,9 @@ def forgotten():
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_it_trains_as_the_plain_model(program):
-    """Dropout draws the same numbers, the keys stay, evaluation and copies work, and off again it is the plain model."""
+    """Dropout uses the same random numbers, the keys stay, evaluation and copies work, and switched off it is
+    the plain model again.
+    """
     plain, live = program(), program()
     keys = list(live.model.state_dict())
     ledger = Ledger()
@@ -55,7 +57,7 @@ def test_it_trains_as_the_plain_model(program):
 
 
 def test_a_compiler_that_fails_leaves_the_plain_model(program):
-    """No compiler, a bug in it, an operation it does not know: the program goes on, and is told once."""
+    """No compiler, a compiler bug or an unsupported operation: the program continues and gets one message."""
     from torch._inductor import config
 
     plain, live = program(), program()
@@ -112,8 +114,8 @@ def test_the_inductor_draws_as_the_plain_program_while_it_is_on(program):
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_compiler_does_not_take_graphs_of_another_policy_from_its_cache():
-    """AOTAutograd keeps graphs on the disk, by what they were before autocast."""
+def test_the_cache_does_not_return_graphs_of_another_policy():
+    """AOTAutograd keeps graphs on disk, keyed by their form before autocast."""
     def rows(x):
         with torch.autocast("cpu", torch.bfloat16):
             return (x @ x).softmax(-1)
@@ -131,7 +133,7 @@ def test_a_compiler_does_not_take_graphs_of_another_policy_from_its_cache():
 
 
 def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, monkeypatch):
-    """By a compiler that counts: which graph each call runs."""
+    """A counting compiler shows which graph each call runs."""
     live, graphs, calls = program(), [], []
     really = torch.compile
 
@@ -156,7 +158,7 @@ def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, m
 
 
 def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
-    """The lever acts after the first step, when root modules are still looked for."""
+    """The lever acts after the first step, while root modules are still being detected."""
     graphs, really = [], torch.compile
 
     def counting(graph, example):

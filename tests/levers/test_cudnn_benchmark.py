@@ -1,4 +1,4 @@
-"""cuDNN's search for algorithms is on before the first step: a plan of ATen that is made without it stays."""
+"""cuDNN's algorithm search is on before the first step, because an ATen plan made without it stays."""
 
 from __future__ import annotations
 

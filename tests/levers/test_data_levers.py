@@ -1,4 +1,6 @@
-"""The levers of the data path through their public face: workers, start methods, what the report says, what they offer."""
+"""The levers of the data path through their public interface: workers, start methods, the report, the offered
+values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ quiet = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore
 
 
 class Drawing(Pictures):
-    """Beside its pipeline draws from every generator, and from one of its own."""
+    """Its pipeline uses random numbers from every generator, and from one of its own."""
 
     def __init__(self, transform):
         super().__init__(transform)
@@ -54,8 +56,10 @@ def test_in_the_scripts_workers(arguments, levers):
 @quiet
 @pytest.mark.parametrize(("asked", "given"), [(2, 0), (3, 1)])
 @pytest.mark.parametrize("more", [(), (BATCHED, LAZILY)], ids=["plain", "fed"])
-def test_fewer_workers_draw_what_those_asked_for_would_have_drawn(asked, given, more):
-    """From torch, random, numpy and the data set's own generator, in two epochs with a model that draws in between."""
+def test_fewer_workers_use_the_same_random_numbers(asked, given, more):
+    """From torch, random, numpy and the data set's own generator, in two epochs with a model that uses random
+    numbers in between.
+    """
     levers = (workers(given), *more)
     same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=asked, batch_size=3), *levers)
 
@@ -65,8 +69,8 @@ def test_a_last_batch_that_is_short_and_workers_that_have_none():
     same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=4, batch_size=7), workers(2))
 
 
-def test_workers_that_are_started_from_nothing():
-    """Everything that a feed is goes through pickle; what the data set itself leaves out of it stays out."""
+def test_workers_that_are_spawned():
+    """The whole feed is pickled; what the data set itself excludes from pickling stays excluded."""
     def program(start):
         return epochs(Locked(augmented()), 1, num_workers=2, multiprocessing_context=start, batch_size=6)
 
@@ -142,7 +146,7 @@ def test_a_loop_over_workers_that_is_left_early():
     same_as_plain(program, BATCHED, LAZILY)
 
 
-# -- what an image is ----------------------------------------------------------------------------------------------------
+# -- sources of images -----------------------------------------------------------------------------------------------------
 
 BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in pictures()])
 SCALED = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
@@ -164,17 +168,17 @@ SOURCES = {
 
 @pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)], ids=["batched", "lazily", "batched at once"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_whatever_images_come_from(source, levers):
+def test_all_sources_of_images(source, levers):
     images, transform = SOURCES[source]
     same_as_plain(lambda: epochs(Pictures(transform, images)), *levers)
 
 
-# -- what is offered, and what is said -----------------------------------------------------------------------------------
+# -- offered values and messages -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def seen():
-    """``seen(dataset, **arguments)``: a scene in which a loader was made and a backward pass was heard."""
+    """``seen(dataset, **arguments)``: a scene that has observed a loader being made and a backward pass."""
     ledgers = []
 
     def make(dataset=None, **arguments):
@@ -228,7 +232,7 @@ fixed_one = v1.ToTensor()
     ("cached_prefix", Stream, {}, "IterableDataset"),
     ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "calls no transform object of torchvision"),
     ("batched_transforms", lambda: Pictures(lambda image: v1.functional.to_tensor(image)), {}, "functional calls are not followed"),
-    ("batched_transforms", lambda: Pictures(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "makes its transforms again for each sample"),
+    ("batched_transforms", lambda: Pictures(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "recreates its transforms for each sample"),
     ("batched_transforms", lambda: Pictures(lambda image: fixed_one(image) * 2), {}, "looks at the images that ToTensor returns"),
     ("batched_transforms", lambda: Pictures(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
     ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
@@ -252,7 +256,7 @@ def test_what_is_offered(seen):
 
 
 @pytest.mark.parametrize("value", [True, "everything", 3, {}])
-def test_a_value_that_is_none_is_refused(value):
+def test_an_invalid_value_is_rejected(value):
     with pytest.raises(TypeError, match="the value of batched_transforms"):
         run(lambda: None, ("batched_transforms", value))
     if value != {}:
@@ -261,7 +265,7 @@ def test_a_value_that_is_none_is_refused(value):
 
 
 def test_all_loaders_together_keep_no_more_than_they_may():
-    """The second of two loaders finds less room, and says so."""
+    """The second of two loaders finds less memory, and its message says so."""
     def program():
         first, second = (Pictures(fixed(), pictures(40, 64, 96)) for _ in range(2))
         return [*epochs(first, 1), *epochs(second, 1)]
@@ -270,7 +274,7 @@ def test_all_loaders_together_keep_no_more_than_they_may():
     assert any("hardly any fits" in sentence for sentence in said)
 
 
-def test_a_folder_for_what_does_not_fit(tmp_path):
+def test_a_folder_for_data_that_does_not_fit(tmp_path):
     large = Pictures(fixed(), pictures(40, 64, 96))
     assert same_as_plain(lambda: epochs(large), ("cached_prefix", {"mib": 1, "disk": str(tmp_path)})) == []
     assert list(tmp_path.iterdir()) == []
@@ -278,7 +282,7 @@ def test_a_folder_for_what_does_not_fit(tmp_path):
 
 @pytest.mark.parametrize("lever", [BATCHED, LAZILY, workers(0)], ids=lambda lever: lever[0])
 def test_undone_in_mid_training(lever):
-    """Iterators that were made under it go on; the next ones are plain."""
+    """Iterators made under it continue; the next ones are plain."""
     ledger, feeding = Ledger(), Ledger()
     scene = Scene(torch, Listener(), ledger)
     scene.install()
@@ -300,7 +304,7 @@ def test_undone_in_mid_training(lever):
 
 @pytest.mark.parametrize(("name", "value"), [("batched_transforms", "all"), ("cached_prefix", {"mib": 8})])
 def test_the_known_bad_is_bad(name, value):
-    """What the guard has to reject differs, and only where it should."""
+    """The guard must reject it: it differs, and only where it should."""
     ledger = Ledger()
     scene = Scene(torch, Listener(), ledger)
     scene.install()

@@ -1,4 +1,4 @@
-"""What holds for every lever of the shelf: its page, its reasons, its undoing, its lines of code."""
+"""The rules for every lever: its page, its reasons, its undo, its lines of code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLD = Facts(cpu="x", cores=1, cpu_flags=("avx2",), system="Darwin")
 WITH_GPU = Facts(cores=8, system="Linux", gpus=(Gpu("H200", 2**37, (9, 0)),))
 SET = Facts(system="Linux", environment={"OMP_NUM_THREADS": "2", "LD_PRELOAD": "/x/libjemalloc.so", "PYTORCH_ALLOC_CONF": "x", "MALLOC_ARENA_MAX": "1"})
 
-# Every value that a lever may be given on a CPU or a GPU; a new lever must be added here.
+# Every value that a lever may get on a CPU or a GPU; a new lever must be added here.
 VALUES = {
     "allocator": [True], "malloc": ["tcmalloc", "glibc"], "threads": [1], "gc_pause": [True], "debug_off": [True],
     "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}, {"workers": 0, "pin": True}],
@@ -49,12 +49,12 @@ VALUES = {
     "ddp_flags": [{"gradient_as_bucket_view": True, "broadcast_buffers": False}, {"static_graph": True}],
     "early_values": [True],
 }
-UNAVAILABLE = {"graphs": "not all on one CUDA device", "resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
+UNAVAILABLE = {"graphs": "not all on one CUDA device", "resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; the message of their apply
 ONE_PROCESS = "flatout started the program as one process"
-AMONG_RANKS = {"local_sgd": ONE_PROCESS, "comm_compression": ONE_PROCESS, "gradient_buckets": ONE_PROCESS,  # these act where ranks exchange (tests/ranks)
-               "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel of its own"}
+AMONG_RANKS = {"local_sgd": ONE_PROCESS, "comm_compression": ONE_PROCESS, "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/ranks)
+               "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel"}
 BY_NAME = {lever.name: lever for lever in TABLE}
-BY_NAME_ONLY = {"batch_size", "optimizer_state", "local_sgd"}  # what changes the maths, and so is never the tuner's
+BY_NAME_ONLY = {"batch_size", "optimizer_state", "local_sgd"}  # these change the maths, so the tuner never uses them
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS if lever.name not in AMONG_RANKS for value in VALUES[lever.name]]
 
@@ -63,7 +63,9 @@ LIVE_HERE = [case for case in CASES if case.values[0].live and case.values[0].na
 
 
 def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
-    """Levers for several ranks need to be told that they are on one; they meet the others in the first forward pass."""
+    """Levers for several ranks need to know that they are on one; they contact the others in the first
+    forward pass.
+    """
     if lever.name in ("data_parallel", "sharding"):
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
@@ -114,7 +116,7 @@ def test_the_value_is_whole(lever):
 
 @pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
 def test_the_lines_of_code(lever):
-    """No lock-in: Python that parses, or a command line."""
+    """No lock-in: the lines are Python that parses, or a command line."""
     for value in VALUES[lever.name]:
         code = lever.code(value)
         assert isinstance(code, str)
@@ -129,7 +131,7 @@ def test_the_lines_of_code(lever):
 
 
 def nothing(program):
-    """Before anything has happened: as IMPORT and LOADER levers are asked."""
+    """Before anything has happened, as IMPORT and LOADER levers are asked."""
     return program(epochs=0)
 
 
@@ -160,7 +162,7 @@ def test_every_lever_answers_options_or_a_sentence(program, scene, facts):
         if isinstance(answer, Options):
             assert answer.values
             assert len(set(map(repr, answer.values))) == len(answer.values)
-            # What is offered can be written into a plan and read again.
+            # Every offered value can be written into a plan and read again.
             plan = Plan(tuple(Choice(lever.name, value) for value in answer.values[:1]))
             assert Plan.from_toml(plan.to_toml()).choices[0].value == answer.values[0]
             assert lever.code(answer.values[0])
@@ -184,7 +186,7 @@ def test_asking_changes_nothing(program, lever):
     [
         ("allocator", OLD, nothing, "no CUDA device"),
         ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "sets PYTORCH_ALLOC_CONF already"),
-        ("malloc", OLD, nothing, "replaced on Linux only"), ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
+        ("malloc", OLD, nothing, "replaces allocators on Linux only"), ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
         ("malloc", Facts(system="Linux", environment={"GLIBC_TUNABLES": "glibc.malloc.check=1"}), nothing, "sets GLIBC_TUNABLES"),
         ("malloc", Facts(system="Linux"), nothing, "no other"),
         ("threads", SET, convolutions, "OMP_NUM_THREADS=2"),
@@ -216,7 +218,9 @@ def test_process_levers_name_their_variables():
 
 
 def everything(live):
-    """All that a lever could have changed: flags, hooks, forwards, layouts, groups, state, patches, generators."""
+    """Everything that a lever could have changed: flags, hooks, forwards, layouts, groups, state, patches,
+    generators.
+    """
     backends = torch.backends
     parameters = list(live.model.parameters())
     tensors = [*live.model.state_dict().values(), *(p.grad for p in parameters if p.grad is not None),
@@ -228,7 +232,7 @@ def everything(live):
                   torch.utils.deterministic.fill_uninitialized_memory],
         "precision": [owner.fp32_precision for owner in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul,
                                                          backends.mkldnn.conv, backends.mkldnn.rnn)],
-        "gc": [gc.isenabled(), gc.get_threshold(), len(gc.get_objects(generation=2)) > 100_000],  # fewer: the rest is frozen. To count those takes 60 ms
+        "gc": [gc.isenabled(), gc.get_threshold(), len(gc.get_objects(generation=2)) > 100_000],  # fewer: the rest is frozen. Counting those takes 60 ms
         "inductor": importlib.import_module("torch._inductor.config").fallback_random,
         "patches": [torch.Tensor.to, torch.Tensor.cuda, torch.optim.Optimizer.__init__, torch.utils.data.DataLoader.__init__, torch.autograd.backward],
         "random": torch.get_rng_state().tolist(),
@@ -248,7 +252,7 @@ def everything(live):
 @pytest.mark.parametrize("name", sorted(AMONG_RANKS))
 def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     live, lever = program(), BY_NAME[name]
-    assert lever.needs == (() if name in ("ddp_flags", "comm_compression") else ("data_parallel",))  # those act on a script's own ranks, too
+    assert lever.needs == (() if name in ("ddp_flags", "comm_compression") else ("data_parallel",))  # those also act on a script's own ranks
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
         with pytest.raises(LookupError, match=AMONG_RANKS[name]):
@@ -259,7 +263,9 @@ def test_levers_among_ranks_do_nothing_in_one_process(program, name):
 
 
 def as_loaded(lever):
-    """For the lever that freezes what is there, and thaws all of it: nothing is frozen yet (tests/conftest.py does so)."""
+    """For the lever that freezes all objects and thaws them again: start with nothing frozen
+    (tests/conftest.py freezes).
+    """
     if lever.name == "gc_pause":
         gc.unfreeze()
 
@@ -278,18 +284,21 @@ def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatc
         assert everything(live) == before
         return
     undo = lever.apply(live.scene, value, ledger)
-    if lever.name != "debug_off":  # nothing was switched on for it to switch off, but for the argument checks
+    if lever.name != "debug_off":  # only the argument checks were on for it to switch off
         assert ledger.entries() or lever.name == "cudnn_benchmark"
     undo()
     assert everything(live) == before
     assert ledger.entries() == []
-    undo()  # once more changes nothing
+    undo()  # a second undo changes nothing
     assert everything(live) == before
 
 
 @pytest.mark.parametrize(("lever", "value"), LIVE_HERE)
 def test_training_under_it_then_undo(program, lever, value):
-    """Switched on between two steps and off again after some: the program trains before, under it and after, with every setting as it was."""
+    """The lever goes on and off between steps.
+
+    The program trains before, under and after it, and every setting is restored.
+    """
     live = program()
     as_loaded(lever)
     before = everything(live)
@@ -305,7 +314,7 @@ def test_training_under_it_then_undo(program, lever, value):
 
 @pytest.mark.parametrize(("lever", "value"), LIVE_HERE)
 def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_path):
-    """state_dict keys and values stay; a pickled or copied model and optimizer contain nothing of ours."""
+    """state_dict keys and values stay; a pickled or copied model and optimizer contain nothing of flatout."""
     live = program()
     keys = list(live.model.state_dict())
     undo = lever.apply(live.scene, value, Ledger())
@@ -337,7 +346,7 @@ def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
     undo = lever.known_bad(live.scene, value, Ledger())
     undo()
     now = everything(live)
-    for what in before.keys() - {"values", "random"}:  # two of them are a nudge and a draw
+    for what in before.keys() - {"values", "random"}:  # two of them are a small offset and a random number
         assert now[what] == before[what], what
 
 
@@ -358,8 +367,8 @@ def test_exact_levers_give_bitwise_losses(program, name):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_loader_workers_are_exact_over_data_that_draws_nothing(program, workers):
-    """Three epochs, shuffled by the global generator, with dropout drawing from it in between."""
+def test_loader_workers_are_exact_over_data_without_random_numbers(program, workers):
+    """Three epochs, shuffled by the global generator, with dropout using it in between."""
     plain, live = program(epochs=3), program(epochs=3, early=[(BY_NAME["loader"], {"workers": workers})])
     assert live.loader.num_workers == workers
     assert live.loader.persistent_workers
@@ -376,7 +385,7 @@ def test_compile_without_a_call_costs_nothing_and_leaves_nothing(program):
 
 
 def test_a_lever_failing_to_apply_leaves_nothing(program):
-    """The engine restores the ledger; so what apply did before it failed must all be in there."""
+    """The engine restores from the ledger, so everything that apply did before it failed must be in it."""
     live = program()
     for lever in IN_PROCESS:
         if lever.name in ("channels_last", "autocast", "compile"):

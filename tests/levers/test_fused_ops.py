@@ -1,4 +1,6 @@
-"""fused_ops in a program with a vocabulary: found by structure, the same training, left alone where it must be."""
+"""The lever fused_ops in a program with a vocabulary: found by structure, the same training, inactive where
+it must be.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ FACTS = Facts(cores=2, system="Linux")
 
 
 class Tokens(torch.nn.Module):
-    """Tied weights, and the loss inside: as nanoGPT has it."""
+    """Tied weights, and the loss inside the model, as in nanoGPT."""
 
     def __init__(self, vocabulary=50, width=16, tied=True):
         super().__init__()
@@ -37,7 +39,7 @@ class Tokens(torch.nn.Module):
 
 
 class Training:
-    """With a Scene around it, unless it is ``plain``: two Scenes would hear each other's programs."""
+    """With a Scene around it, unless it is ``plain``: two Scenes would observe each other's programs."""
 
     def __init__(self, optimizer="AdamW", plain=False, **options):
         self.ledger = Ledger()
@@ -80,7 +82,7 @@ def test_it_trains_the_same(training, tied):
 
 
 def test_logits_that_the_script_reads_after_the_step(training):
-    """The accuracy of a batch is computed after the optimizer has moved the weights, as many scripts do."""
+    """The accuracy of a batch is computed after the optimizer has updated the weights, as in many scripts."""
     plain, live = training(plain=True), training()
     live.steps(2)
     LEVER.apply(live.scene, True, live.ledger)
@@ -110,7 +112,7 @@ def test_a_gradient_that_does_not_come_from_the_loss(training):
     for _ in range(4):
         live.model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[0].square().mean().backward()
         live.optimizer.step()
-    assert live.scene.reports == []  # the loss inside the model was taken all the same
+    assert live.scene.reports == []  # the loss inside the model was still replaced
 
 
 def test_a_lever_that_did_nothing_says_so(training):
@@ -177,7 +179,9 @@ def test_known_bad_loses_gradient(training):
 
 
 class Blocks(torch.nn.Module):
-    """Repeated blocks in a list, an embedding of positions with as many rows as each block has outputs, and the loss inside."""
+    """Repeated blocks in a list, an embedding of positions with as many rows as each block has outputs, and
+    the loss inside the model.
+    """
 
     def __init__(self, vocabulary=50, width=16, layers=3):
         super().__init__()
@@ -208,8 +212,10 @@ def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     assert live.scene.uncompiled == []
 
 
-def test_beside_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monkeypatch):
-    """By a compiler that counts: one graph for all blocks, made once and called in every step, and the losses of the plain program."""
+def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monkeypatch):
+    """A counting compiler shows one graph for all blocks, made once and called in every step, and the losses
+    of the plain program.
+    """
     graphs, calls, really = [], [], torch.compile
 
     def counting(graph, example):
@@ -249,12 +255,12 @@ def test_beside_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(mon
     assert len(calls) == 6 * 3
     torch._dynamo.reset()
     assert train([(COMPILE, "default")]) == pytest.approx(expected, rel=1e-5)
-    assert len(graphs) == 2  # alone, all of it is one graph
+    assert len(graphs) == 2  # alone, it is all one graph
     torch._dynamo.reset()
 
 
 def test_the_table_has_it_before_compile():
-    """What is left out of graphs must be known when they are made."""
+    """The exclusions from graphs must be known when the graphs are made."""
     names = [lever.name for lever in TABLE]
     assert names.index("fused_ops") < names.index("compile")
     assert not set(LEVER.excludes) | set(COMPILE.excludes)

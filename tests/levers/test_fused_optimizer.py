@@ -1,4 +1,6 @@
-"""The form of an optimizer's update, on parameters of a CUDA device that is only pretended: their numbers are never computed."""
+"""The form of an optimizer's update, on fake parameters of a CUDA device: their numbers are never
+computed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from flatout.levers.fused_optimizer import LEVER  # noqa: E402
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_step_counters_go_back_to_the_host_when_the_lever_is_taken_off(kind, monkeypatch):
-    """The plain loop reads the counter of each parameter: on the device that would be a wait for each of them in every later step."""
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)  # a pretended tensor has no number
+    """The plain loop reads the counter of each parameter.
+
+    On the device each of these reads would be a wait in every later step.
+    """
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)  # a fake tensor has no number
     with FakeTensorMode():
         try:
             parameters = [torch.nn.Parameter(torch.empty(4, 4, device="cuda")) for _ in range(3)]
         except (RuntimeError, AssertionError) as error:
-            pytest.skip(f"this build of torch does not pretend a CUDA device: {error}")
+            pytest.skip(f"this build of torch cannot fake a CUDA device: {error}")
         optimizer = kind(parameters)
 
         def devices():

@@ -1,4 +1,4 @@
-"""The levers on a CUDA device: the ones that only act there, and what they leave behind."""
+"""The levers on a CUDA device: those that only act there, and the state they leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def weights(live):
 
 @pytest.mark.parametrize("lever", LIVE, ids=lambda lever: lever.name)
 def test_on_and_off_again(program, lever):
-    """Under every value that it offers here the program trains; off again, flags, hooks, layouts and groups are as before."""
+    """The program trains under every value that it offers here.
+
+    Off again, flags, hooks, layouts and groups are as before.
+    """
     live = program(device="cuda")
     answer = lever.applies(look(), live.scene)
     for value in answer.values if isinstance(answer, Options) else ():
@@ -50,7 +53,7 @@ def test_it_is_offered_here(program, name):
 
 
 def test_tf32_and_compile_together(program):
-    """Inductor reads the precision flags; both families must answer."""
+    """Inductor reads the precision flags; both families of flags must answer."""
     live = program(device="cuda")
     LEVER["tf32"].apply(live.scene, True, Ledger())
     LEVER["compile"].apply(live.scene, "max-autotune-no-cudagraphs", Ledger())
@@ -69,7 +72,7 @@ def test_half_precision_trains(program, dtype):
 
 
 def test_copies_from_pinned_memory_arrive(program):
-    """Copies that do not block the host are still ordered before what uses them."""
+    """Non-blocking copies are still ordered before the operations that use them."""
     live = program(epochs=0, device="cuda", early=[(LEVER["loader"], {"workers": 1, "pin": True})])
     assert live.loader.pin_memory
     for x, y in live.loader:
@@ -95,7 +98,7 @@ class Bytes(torch.utils.data.Dataset):
     ("resident_data", {"mib": 64}, 0), ("resident_data", {"mib": 64}, 2), ("resident_data", {"mib": 64, "host": True}, 0), ("device_prefetch", 2, 2),
     ("device_prefetch", 0, 0), ("loader", {"workers": 0, "pin": True}, 0)])
 def test_batches_that_are_there_already_are_the_plain_ones(program, name, value, workers):
-    """Losses and weights bit for bit, and the copies were really taken from where they lay."""
+    """Losses and weights are bitwise equal, and the copies were really replaced by the resident data."""
     transforms = pytest.importorskip("torchvision.transforms")
     pipeline = transforms.Compose([transforms.RandomCrop(12, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor()])
     plain, live = program(device="cuda", epochs=0), program(device="cuda", epochs=0, early=[(LEVER[name], value)])

@@ -1,4 +1,4 @@
-"""What the script does itself is left alone, and said."""
+"""Levers leave the script's own choices alone, and say so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(model, optimizer, steps=2, **context):
 def test_own_autocast(program):
     live = program(epochs=0)
     train(live.model, live.optimizer, enabled=True)
-    assert reason("autocast", live) == "the program trains under autocast already"
+    assert reason("autocast", live) == "the program already trains under autocast"
 
 
 def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
@@ -54,23 +54,23 @@ def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
 def test_own_compile(program):
     live = program(epochs=0)
     train(torch.compile(live.model, backend="eager"), live.optimizer)
-    assert "compiles the model, or a part of it, itself" in reason("compile", live)
+    assert "compiles the model or a part of it" in reason("compile", live)
 
 
 def test_own_compile_in_place(program):
     live = program(epochs=0)
     live.model.compile(backend="eager")
     train(live.model, live.optimizer)
-    assert "compiles the model, or a part of it, itself" in reason("compile", live)
+    assert "compiles the model or a part of it" in reason("compile", live)
 
 
 def test_own_threads(program):
     live = program()
     before = torch.get_num_threads()
     try:
-        live.scene.threads_at_import = 2  # what a machine of two cores begins with
+        live.scene.threads_at_import = 2  # the default of a machine with two cores
         torch.set_num_threads(3)
-        assert reason("threads", live) == "the program itself has set the number of threads to 3"
+        assert reason("threads", live) == "the program has already set the number of threads to 3"
         live.scene.threads_at_import = 3
         assert values("threads", live) == (1,)
     finally:
@@ -79,12 +79,12 @@ def test_own_threads(program):
 
 @pytest.mark.parametrize("own", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"fused": False}], ids=str)
 def test_own_form_of_the_optimizer(program, own):
-    """Also where it was switched off: somebody had a reason."""
+    """This also holds where it was switched off: there is a reason for it."""
     live = program(epochs=0)
     live.optimizer = torch.optim.Adam(live.model.parameters(), **own)
     live.train()
     name, value = next(iter(own.items()))
-    assert reason("fused_optimizer", live) == f"the program has made its Adam with {name}={value}"
+    assert reason("fused_optimizer", live) == f"the program creates its Adam with {name}={value}"
     before = [dict(group) for group in live.optimizer.param_groups]
     with pytest.raises(LookupError):
         LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
@@ -161,7 +161,7 @@ def test_own_channels_last(program):
     live = program(epochs=0)
     live.model.to(memory_format=torch.channels_last)
     live.train()
-    assert reason("channels_last", live) == "1 of 1 convolution weights are stored as channels_last already, and the program's choice is kept"
+    assert reason("channels_last", live) == "1 of 1 convolution weights are already stored as channels_last"
 
 
 def test_own_onednn_precision(program):
@@ -171,7 +171,7 @@ def test_own_onednn_precision(program):
     try:
         for mode in ("bf16", "tf32", "ieee"):
             owner.fp32_precision = mode
-            assert reason("reduced_precision", live) == f"the program has set the float32 precision of oneDNN to {mode} itself"
+            assert reason("reduced_precision", live) == f"the program has already set the float32 precision of oneDNN to {mode}"
     finally:
         owner.fp32_precision = before
     assert values("reduced_precision", live) == (True,)
@@ -265,10 +265,10 @@ def test_a_model_in_pieces(program, name):
         x = layer(x)
     x.sum().backward()
     optimizer.step()
-    assert reason(name, live) == "the script calls 20 modules by themselves, and no module that holds them all"
+    assert reason(name, live) == "the script calls 20 modules separately, and no module contains them all"
 
 
-# -- precision flags, on a GPU that is only said to be there: the flags themselves are real -----------------------------
+# -- precision flags, on a simulated GPU: the flags themselves are real ----------------------------------------------------
 
 
 @pytest.fixture
@@ -297,9 +297,9 @@ def oldest(allowed):
 
 
 @pytest.mark.parametrize(("sets", "value", "says"), [
-    (older, "high", "is set to tf32 already"), (older, "medium", "is set to tf32 already"), (oldest, True, "is set to tf32 already"),
-    (newer, "tf32", "is set to tf32 already"), (newer, "ieee", "is set to ieee already"), (older, "highest", "is set to ieee already"),
-    (oldest, False, "is set to ieee already")])
+    (older, "high", "is already set to tf32"), (older, "medium", "is already set to tf32"), (oldest, True, "is already set to tf32"),
+    (newer, "tf32", "is already set to tf32"), (newer, "ieee", "is already set to ieee"), (older, "highest", "is already set to ieee"),
+    (oldest, False, "is already set to ieee")])
 def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
     assert isinstance(LEVER["tf32"].applies(FACTS, ampere), Options)
     sets(value)
@@ -310,7 +310,7 @@ def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
 
 @pytest.mark.parametrize("name", ["tf32", "reduced_precision"])
 def test_both_families_of_flags_can_be_read_while_it_is_on(ampere, name):
-    """torch refuses to answer where they disagree; then so would the script, flex attention and max-autotune."""
+    """torch raises an error where they disagree; so would the script, flex attention and max-autotune."""
     def read():
         return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
                 torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
@@ -343,15 +343,15 @@ def test_own_determinism_is_kept(ampere):
         assert isinstance(LEVER[name].applies(FACTS, ampere), Options)
     torch.use_deterministic_algorithms(True)
     for name in ("tf32", "cudnn_benchmark"):
-        assert "deterministic algorithms are switched on" in LEVER[name].applies(FACTS, ampere).reason
+        assert "deterministic algorithms are enabled" in LEVER[name].applies(FACTS, ampere).reason
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = True
-    assert "deterministic algorithms are switched on" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
+    assert "deterministic algorithms are enabled" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
 
 
 def test_own_cudnn_benchmark(ampere):
     torch.backends.cudnn.benchmark = True
-    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "torch.backends.cudnn.benchmark is on already"
+    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "torch.backends.cudnn.benchmark is already True"
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Augmented(torch.utils.data.Dataset):
         return torch.rand(3, 12, 12), at % 5
 
 
-def test_data_that_draws_is_resampled_not_exact(program):
+def test_random_data_is_resampled_not_exact(program):
     live = program(epochs=0)
     live.scene.loaders.clear()
     live.scene._loaders._dataset = None
@@ -404,7 +404,7 @@ def test_data_that_draws_is_resampled_not_exact(program):
     assert answer.effect is Effect.RESAMPLED
 
 
-def test_data_that_draws_nothing_is_exact(program):
+def test_data_without_random_numbers_is_exact(program):
     answer = LEVER["loader"].applies(FACTS, program().scene)
     assert isinstance(answer, Options)
     assert answer.effect is Effect.EXACT
@@ -442,7 +442,7 @@ class OwnOrder(torch.utils.data.Sampler):
     lambda data: {"sampler": torch.utils.data.RandomSampler(data, replacement=True, generator=torch.Generator())},
 ], ids=["sampler", "batches", "drawn as it goes"])
 def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
-    """Workers and threads ask ahead of time; its answers may depend on what was trained meanwhile."""
+    """Workers and threads ask ahead of time; its answers may depend on the training in between."""
     live = program(epochs=0, early=[(LEVER["loader"], value)])
     arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
     if "batch_sampler" in arguments:
@@ -451,18 +451,18 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
     assert live.loader.num_workers == 3
     live.scene.backwards += 1
-    assert "may depend on earlier steps, so its batches are not made ahead of time" in reason("loader", live)
+    assert "may depend on earlier steps, so batches cannot be loaded ahead" in reason("loader", live)
 
 
 @pytest.mark.parametrize("value", [{"workers": 0}, {"threads": 1}], ids=str)
 def test_workers_with_an_init_function_stay(program, value):
-    """It may open the files that samples are read from; without a worker nobody would call it."""
+    """It may open the files of the samples; without a worker nothing would call it."""
     live = program(epochs=0, early=[(LEVER["loader"], value)])
     assert torch.utils.data.DataLoader(live.loader.dataset, batch_size=4, num_workers=2, worker_init_fn=print).num_workers == 2
 
 
 class OwnGenerator(torch.utils.data.Dataset):
-    """Each worker would have a copy of it, and draw the same."""
+    """Each worker would have a copy of it and get the same random numbers."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(1)
@@ -479,7 +479,7 @@ class OwnGenerator(torch.utils.data.Dataset):
     (4, ({"workers": 2}, {"workers": 1}, {"workers": 0}), Effect.EXACT), (5, ({"workers": 1}, {"workers": 0}), Effect.EXACT), (1, None, Effect.RESAMPLED),
 ])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_fewer_workers_are_exact_where_they_can_stand_in(program, make, asked, values, effect):
+def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, asked, values, effect):
     live = program(epochs=0)
     live.scene.loaders.clear()
     live.scene._loaders._dataset = None
@@ -488,7 +488,7 @@ def test_fewer_workers_are_exact_where_they_can_stand_in(program, make, asked, v
     answer = LEVER["loader"].applies(FACTS, live.scene)
     assert answer.effect is effect
     assert values is None or answer.values == values
-    assert {"threads": 1} not in answer.values  # it would draw beside the program
+    assert {"threads": 1} not in answer.values  # it would use random numbers concurrently with the program
 
 
 def test_fewer_workers_than_asked(program):
@@ -499,7 +499,7 @@ def test_fewer_workers_than_asked(program):
     assert len(list(loader)) == 4
 
 
-def test_a_value_that_is_no_table_is_refused(program):
+def test_a_value_that_is_no_table_is_rejected(program):
     with pytest.raises(TypeError, match="workers = 2"):
         LEVER["loader"].apply(program().scene, 3, Ledger())
 

@@ -1,4 +1,6 @@
-"""Levers that save memory, on live programs: bit for bit the plain losses, fewer bytes, and left alone where they would not be."""
+"""Levers that save memory, on live programs: bitwise the plain losses, fewer bytes, and inactive where they
+would not be.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Residual(nn.Module):
 
 
 class Twice(Residual):
-    """What enters its activation is needed again."""
+    """The input of its activation is needed again."""
 
     def forward(self, x):
         y = self.conv(x)
@@ -44,7 +46,7 @@ class Twice(Residual):
 
 
 class Kept(Residual):
-    """What enters its activation is looked at from outside."""
+    """The input of its activation is read from outside."""
 
     def forward(self, x):
         y = self.conv(x)
@@ -60,7 +62,7 @@ def images(*blocks):
 
 @pytest.mark.parametrize("value", RECOMPUTE, ids=str)
 def test_recompute_is_exact(program, value):
-    """Switched on, off and on again between steps; dropout and running statistics among what must be the same."""
+    """Switched on, off and on again between steps; dropout and running statistics must be the same too."""
     plain, live = (program(model=images(Residual, Residual)) for _ in range(2))
     random = torch.get_rng_state()
     plain.train(3)
@@ -93,7 +95,7 @@ def test_inplace_only_where_nothing_changes(program, block, activation):
 
 
 def test_inplace_is_tried_no_further_on_a_model_that_does_not_repeat_itself(program):
-    """Nor is an activation taken for the cause, as where sums come out otherwise each time."""
+    """No activation gets the blame either, as where sums differ each time."""
     class Unsteady(Residual):
         calls = 0
 
@@ -111,7 +113,7 @@ def test_inplace_is_tried_no_further_on_a_model_that_does_not_repeat_itself(prog
 
 
 def test_inplace_leaves_the_batch_alone(program):
-    """A first layer that would overwrite what the script has handed over."""
+    """A first layer that would overwrite the script's input."""
     model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(432, 5))
     live = program(model=model)
     LEVER["inplace"].apply(live.scene, True, Ledger())
@@ -125,7 +127,7 @@ def test_inplace_leaves_the_batch_alone(program):
 @pytest.mark.parametrize(("name", "value", "block"), [("recompute", {"ops": "cheap"}, Residual), ("offload", "activations", Residual),
                                                       ("inplace", True, lambda: Residual(nn.ReLU)), ("memory_budget", 0.5, Residual)])
 def test_the_known_bad_shows_in_the_losses(program, name, value, block):
-    """The guard of an exact lever compares bits; that of the budget, gradients."""
+    """The guard of an exact lever compares bits; the guard of the budget compares gradients."""
     plain, live = (program(model=images(block, block)) for _ in range(2))
     random = torch.get_rng_state()
     plain.train(1)
@@ -136,7 +138,7 @@ def test_the_known_bad_shows_in_the_losses(program, name, value, block):
 
 
 def test_offloaded_tensors_come_back_bit_for_bit():
-    """What is not small and no parameter goes to the host and comes back in its own layout."""
+    """Large tensors that are not parameters go to the host and come back in their own layout."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     x = torch.randn(64, 64)
     gradients = []
@@ -157,8 +159,8 @@ def test_offloaded_tensors_come_back_bit_for_bit():
         hooks.unpack(changed)
 
 
-def test_what_several_operations_save_goes_to_the_host_once():
-    """Three projections save their one input; what was written to in between is another tensor."""
+def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
+    """Three projections save their one input; a tensor that was written to in between is another one."""
     query, key, value = (nn.Linear(64, 64, bias=False) for _ in range(3))
     gradients = []
     hooks = Offloading(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
@@ -179,10 +181,10 @@ def test_what_several_operations_save_goes_to_the_host_once():
     assert [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))] == [0.0, tensor.numel()]
 
 
-def test_what_is_left_alone_and_said(program):
+def test_programs_left_alone_and_the_reasons(program):
     live = program()
     assert "no parameter of the program is on a CUDA device" in LEVER["offload"].applies(FACTS, live.scene).reason
-    assert "in place already" in LEVER["inplace"].applies(FACTS, live.scene).reason
+    assert "without inplace=True" in LEVER["inplace"].applies(FACTS, live.scene).reason
     assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.scene).values
     blocks = program(model=images(Residual, Residual))
     assert {"blocks": 1.0} in LEVER["recompute"].applies(FACTS, blocks.scene).values
@@ -197,7 +199,7 @@ def test_what_is_left_alone_and_said(program):
 
 
 @pytest.mark.parametrize("value", [True, {"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}])
-def test_a_value_that_means_nothing_is_refused(program, value):
+def test_an_invalid_value_is_rejected(program, value):
     live = program()
     with pytest.raises(TypeError, match="recompute"):
         LEVER["recompute"].apply(live.scene, value, Ledger())
@@ -224,7 +226,7 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
     applier = Applier(TABLE, FACTS, live.scene)
     applier.start(Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,))
     said = {o.choice.name: (o.applied, o.reason) for o in applier.outcomes}
-    assert said == {"memory_budget": (False, "it acts through compile, which is not applied"), "recompute": (True, "")}
+    assert said == {"memory_budget": (False, "it requires compile, which is not applied"), "recompute": (True, "")}
     applier.switch(())
     applier.switch((Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"})))
     assert config.activation_memory_budget == 0.5
@@ -233,10 +235,10 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
     assert config.activation_memory_budget == 1.0
 
 
-# -- torchao, where it is --------------------------------------------------------------------------------------------
+# -- torchao, where installed -----------------------------------------------------------------------------------------
 
 
-def test_without_torchao_the_command_is_told(program, monkeypatch):
+def test_without_torchao_the_install_command_is_named(program, monkeypatch):
     monkeypatch.setattr(sys.modules["flatout.levers.optimizer_state"], "find_spec", lambda name: None)
     live = program()
     assert "pip install" in LEVER["optimizer_state"].applies(FACTS, live.scene).reason
@@ -246,7 +248,7 @@ def test_without_torchao_the_command_is_told(program, monkeypatch):
 
 @pytest.mark.parametrize("value", ["8bit", "4bit", "fp8"])
 def test_low_bit_moments(program, value):
-    """Schedules and groups stay the script's; moments are quantised, begin where Adam's were, and come back."""
+    """Schedules and groups stay the script's. Moments are quantised, start from Adam's, and are restored."""
     pytest.importorskip("torchao.optim")
     torch.manual_seed(0)
     live = program(model=nn.Sequential(nn.Flatten(), nn.Linear(432, 256), nn.ReLU(), nn.Linear(256, 5)))

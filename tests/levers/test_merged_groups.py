@@ -1,4 +1,6 @@
-"""Equal parameter groups that are updated together: every bit of weights and state is that of an update group by group, whatever happens to the groups."""
+"""Equal parameter groups that are updated together: every bit of weights and state is that of a
+group-by-group update, whatever happens to the groups.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def merge(optimizer):
 
 
 class Seen:
-    """How many groups each update has gone through, and what they were called."""
+    """The number and names of the groups in each update."""
 
     def __init__(self, optimizer):
         self.updates = []
@@ -57,7 +59,7 @@ class Seen:
 
 
 def groups_of(sizes, **options):
-    """A group of so many parameters each, with a gradient."""
+    """A group with this many parameters, each with a gradient."""
     found = []
     for at, size in enumerate(sizes):
         found.append({"params": [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(size)], **{name: value[at] for name, value in options.items()}})
@@ -66,8 +68,10 @@ def groups_of(sizes, **options):
     return found
 
 
-def test_what_a_step_reads_of_a_group_are_the_options_that_have_defaults():
-    """Groups that differ in anything else (a name, the first learning rate of a schedule) are equal; and a step writes nothing into a group."""
+def test_a_step_reads_only_group_options_that_have_defaults():
+    """Groups that differ in anything else (a name, the first learning rate of a schedule) are equal; a step
+    writes nothing into a group.
+    """
     read: set[str] = set()
 
     class Watched(dict):
@@ -97,7 +101,7 @@ def sparse(groups):
     return groups
 
 
-# -- the law --------------------------------------------------------------------------------------------------------------
+# -- bitwise equality ----------------------------------------------------------------------------------------------------
 
 
 EVENTS = st.sampled_from(["step"] * 6 + ["schedule"] * 3 + ["lr", "decay", "zero lr", "freeze", "thaw", "add", "load", "on", "off", "closure", "raise", "list"])
@@ -193,7 +197,7 @@ class Course:
 
             def closure():
                 shown.append(len(self.optimizer.param_groups))
-                self.optimizer.param_groups[0]["lr"] *= 0.5  # what a closure decides holds for this very update
+                self.optimizer.param_groups[0]["lr"] *= 0.5  # the choice of a closure holds for this very update
                 return torch.ones(())
 
             groups = len(self.optimizer.param_groups)
@@ -248,13 +252,13 @@ def test_zeros_of_two_signs_are_two_learning_rates():
     assert [repr(group["params"][0].item()) for group in optimizer.param_groups] == ["-0.0", "0.0", "-0.0"]
 
 
-# -- what merges, and when ------------------------------------------------------------------------------------------------
+# -- which groups merge, and when --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
 def test_a_group_that_changes_leaves_before_the_next_update(form):
     optimizer = torch.optim.AdamW(groups_of([1, 2, 3, 4], weight_decay=[0.1, 0.0, 0.1, 0.0], name="abcd"), lr=0.01, **FORMS[form])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 3 else 0.5)  # made before: it holds the step that it has found
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 3 else 0.5)  # made before: it holds the step that it found
     seen = Seen(optimizer)
     optimizer.step()
     assert seen.last == [1, 2, 3, 4]
@@ -294,7 +298,7 @@ def test_hooks_and_failures_see_the_groups_of_the_script():
 
 
 def test_nothing_is_left_when_the_last_of_several_is_taken_off():
-    """Adam and AdamW have one step between them; they are taken off in the order in which they were put on."""
+    """Adam and AdamW share one step; the patches are removed in the order in which they were applied."""
     first, second = (kind(groups_of([1, 1]), lr=0.1) for kind in (torch.optim.Adam, torch.optim.AdamW))
     func = torch.optim.Adam.step.__code__.co_freevars.index("func")
     cell = torch.optim.Adam.step.__closure__[func]
@@ -310,7 +314,9 @@ def test_nothing_is_left_when_the_last_of_several_is_taken_off():
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 def test_a_parameter_that_is_thawed_inside_a_group_joins_a_fused_update(kind):
-    """Fused SGD takes parameters with and without a momentum in two calls; torch itself would end the program."""
+    """Fused SGD updates parameters with and without a momentum in two calls; torch itself would end the
+    program.
+    """
     options = {"momentum": 0.9} if kind == "SGD" else {}
     made = []
     for lever in (False, True):
@@ -339,7 +345,9 @@ def test_sparse_and_dense_gradients_are_updated_apart():
 
 
 def test_grad_scaler_of_a_fused_optimizer():
-    """A GradScaler hands its scale to a fused update, which unscales, or leaves the step out where numbers are infinite."""
+    """A GradScaler passes its scale to a fused update, which unscales, or skips the step where numbers are
+    infinite.
+    """
     made = []
     for merging in (False, True):
         torch.manual_seed(0)
@@ -359,7 +367,7 @@ def test_grad_scaler_of_a_fused_optimizer():
     assert made[0] == made[1]
 
 
-# -- what the lever says --------------------------------------------------------------------------------------------------
+# -- messages of the lever ---------------------------------------------------------------------------------------------------
 
 
 def test_it_is_offered_alone_where_the_form_is_the_scripts_own():
@@ -369,13 +377,13 @@ def test_it_is_offered_alone_where_the_form_is_the_scripts_own():
     optimizer.param_groups[1]["lr"] = 0.2
     answer = LEVER.applies(Facts(), scene(optimizer))
     assert isinstance(answer, Skip)
-    assert answer.reason == "the program has made its AdamW with fused=True"
+    assert answer.reason == "the program creates its AdamW with fused=True"
 
 
 def test_other_optimizers_are_left_alone():
     optimizer = type("Own", (torch.optim.SGD,), {})(groups_of([1, 1]), lr=0.1)
     assert isinstance(LEVER.applies(Facts(), scene(optimizer)), Skip)
-    with pytest.raises(LookupError, match="merged form"):
+    with pytest.raises(LookupError, match="merged implementation"):
         merge(optimizer)
 
 
@@ -398,7 +406,7 @@ def test_a_closure_that_is_called_several_times_sees_the_groups_of_the_script():
 
 
 def test_an_optimizer_whose_step_the_compiler_has_wrapped(monkeypatch):
-    """As it does, once imported, to the steps that it cannot compile."""
+    """This is what the compiler, once imported, does to the steps that it cannot compile."""
     optimizer = torch.optim.RAdam(groups_of([1, 1]), foreach=True)
     monkeypatch.setattr(torch.optim.RAdam, "step", torch.compiler.disable(torch.optim.RAdam.step))
     assert LEVER.applies(Facts(), scene(optimizer)) == Options(("merged",), effect=Effect.EXACT)

@@ -1,6 +1,8 @@
-"""Every reason that a lever gives: a program for which it is true and shown, and one for which it would be untrue and is not shown.
+"""Every reason that a lever gives: one program shows it because it is true there, another does not because it
+would be untrue.
 
-The programs are real processes (``programs/``), each started once. A reason without a row fails ``test_every_reason_has_a_row``.
+The programs are real processes (``programs/``), each started once. A reason without a row fails
+``test_every_reason_has_a_row``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ BY_ONE = {"batches": "cut", "reduction": "mean", "loaders": "0", "batchnorm": "a
 
 @dataclass(frozen=True)
 class Program:
-    """``facts`` are what is assumed of the machine, beside those of this one; ``before`` and ``ranks`` say how it is started."""
+    """``facts`` are assumptions about the machine in addition to its own facts; ``before`` and ``ranks`` say
+    how the program is started.
+    """
 
     script: str
     words: tuple[str, ...] = ()
@@ -61,7 +65,8 @@ class Program:
     gpu: bool = False
 
 
-# {libm} is a library that is no allocator, in a folder whose name has "malloc" in it; {jemalloc} is the same under the name of an allocator.
+# {libm} is a library that is no allocator, in a folder with "malloc" in its name; {jemalloc} is the same file
+# under the name of an allocator.
 PROGRAMS = {
     "by_hand": Program("by_hand", environment={"OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "1"}, facts={"cpu_flags": ("avx2",)}),
     "in_pieces": Program("in_pieces", environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "LD_PRELOAD": "{jemalloc}:{libm}"}, facts={"gpus": A_GPU}),
@@ -79,7 +84,10 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """``lever`` says ``sentence`` of the program ``shown``, and nothing like it of ``hidden``. ``not_run`` says why no program here can show it."""
+    """``lever`` gives ``sentence`` for the program ``shown``, and nothing like it for ``hidden``.
+
+    ``not_run`` says why no program here can show it.
+    """
 
     lever: str
     sentence: str
@@ -99,13 +107,13 @@ def each(levers: Sequence[str], *rest: str) -> list[Row]:
 AMONG_RANKS = ("data_parallel", "sharding", "local_sgd", "gradient_buckets")
 OF_DDP = ("ddp_flags", "comm_compression")
 NO_CUDA = "no parameter of the program is on a CUDA device"
-NO_LOADER = "no torch DataLoader was made in this process, so its batches come from elsewhere"
-TWENTY = "the script calls 20 modules by themselves, and no module that holds them all"
-COMPILED = "the script compiles the model, or a part of it, itself, "
+NO_LOADER = "this process created no torch DataLoader, so its batches come from another source"
+TWENTY = "the script calls 20 modules separately, and no module contains them all"
+COMPILED = "the script compiles the model or a part of it, "
 TWICE = "the script differentiates twice (create_graph=True), "
-JIT = "the model, or a part of it, is compiled by torch.jit, "
-NOT_CALLED = "no nn.Module with parameters to train was called, as in `model(x)`"
-ORDER = "the training DataLoader has a sampler ({}) that may depend on earlier steps, so its batches are not made ahead of time"
+JIT = "the model or a part of it is compiled by torch.jit, "
+NOT_CALLED = "no nn.Module with trainable parameters was called, as in `model(x)`"
+ORDER = "the training DataLoader has a sampler ({}) that may depend on earlier steps, so batches cannot be loaded ahead"
 OR_DDP = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 OF_TORCHRUN = "not run: tests/ranks/test_script_ddp.py asks such ranks of torchrun, and others"
 ON_A_CARD = "not run: it needs a GPU; tests/rehearsal records modules on a stand-in for one"
@@ -114,117 +122,117 @@ OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
 ROWS = [
     # The machine and the environment.
     Row("allocator", "no CUDA device was found on this machine", "by_hand", "in_pieces"),
-    Row("allocator", "the environment sets PYTORCH_ALLOC_CONF already; unset it to have this lever measured", "in_pieces", "switched_off"),
+    Row("allocator", "the environment sets PYTORCH_ALLOC_CONF already; unset it to measure this lever", "in_pieces", "switched_off"),
     Row("allocator", NO_CUDA, "own_choices", "by_hand"),
-    Row("malloc", "allocators are replaced on Linux only, and this system is Darwin", "own_choices", "switched_off"),
-    Row("malloc", "LD_PRELOAD names the allocator libjemalloc.so; remove it to have allocators measured", "in_pieces", "switched_off"),
-    Row("malloc", "the environment sets MALLOC_ARENA_MAX, which configures malloc; unset it to have allocators measured", "by_hand", "switched_off"),
-    Row("malloc", "no other allocator was found; `pip install flatout[malloc]` brings one", "second_order", "switched_off"),
+    Row("malloc", "this lever replaces allocators on Linux only, and this system is Darwin", "own_choices", "switched_off"),
+    Row("malloc", "LD_PRELOAD names the allocator libjemalloc.so; remove it to measure allocators", "in_pieces", "switched_off"),
+    Row("malloc", "the environment sets MALLOC_ARENA_MAX, which configures malloc; unset it to measure allocators", "by_hand", "switched_off"),
+    Row("malloc", "no other allocator was found; install one with `pip install flatout[malloc]`", "second_order", "switched_off"),
     Row("malloc", "the parameters are on cuda, whose memory malloc does not manage", "gpu_choices", "switched_off"),
-    Row("threads", "the program itself has set the number of threads to 3", "own_choices", "ddp"),
-    Row("threads", "the environment sets OMP_NUM_THREADS=2; unset it to have this lever measured", "by_hand", "switched_off"),
-    Row("threads", "torch uses one thread in this process already, and this lever only takes threads away", "ddp", "switched_off"),
-    Row("threads", "the parameters are on cuda, where the threads of the CPU do not compute", "gpu_choices", "switched_off"),
+    Row("threads", "the program has already set the number of threads to 3", "own_choices", "ddp"),
+    Row("threads", "the environment sets OMP_NUM_THREADS=2; unset it to measure this lever", "by_hand", "switched_off"),
+    Row("threads", "torch already uses one thread in this process, and this lever only reduces threads", "ddp", "switched_off"),
+    Row("threads", "the parameters are on cuda, where CPU threads do not compute", "gpu_choices", "switched_off"),
     # Python and torch.
-    Row("gc_pause", "the program has switched automatic garbage collection off itself", "own_choices", "switched_off"),
-    Row("gc_pause", "the program has switched automatic garbage collection off itself", "second_order", "in_pieces"),
-    Row("gc_pause", "the program has raised the first threshold of the garbage collector to 100000 itself", "in_pieces", "switched_off"),
+    Row("gc_pause", "the program has disabled automatic garbage collection", "own_choices", "switched_off"),
+    Row("gc_pause", "the program has disabled automatic garbage collection", "second_order", "in_pieces"),
+    Row("gc_pause", "the program has already raised the first threshold of the garbage collector to 100000", "in_pieces", "switched_off"),
     Row("debug_off", "anomaly detection is off, and torch.distributions is not used", "by_hand", "switched_off"),
     Row("debug_off", "anomaly detection is off, and torch.distributions does not check arguments by default", "own_choices", "switched_off"),
     # Loaders.
     Row("batch_size", NO_LOADER, "by_hand", "switched_off"),
-    Row("batch_size", "no backward pass came after a batch that was taken with gradients enabled, so no DataLoader is known to train",
+    Row("batch_size", "no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown",
         "second_order", "in_pieces"),
     Row("batch_size", "the training DataLoader does not make batches (batch_size=None); the data set or the script does", "stream", "in_pieces"),
-    Row("batch_size", "the training DataLoader has a sampler (Backwards) that is not torch's own and may depend on the batch size",
+    Row("batch_size", "the training DataLoader has a sampler (Backwards) of its own, which may depend on the batch size",
         "own_sampler", "switched_off"),
-    Row("batch_size", "the training DataLoader has a batch sampler (Pairs) that chooses the batch size itself", "in_pieces", "own_sampler"),
+    Row("batch_size", "the training DataLoader has a batch sampler (Pairs) that sets the batch size", "in_pieces", "own_sampler"),
     Row("loader", NO_LOADER, "by_hand", "switched_off"),
-    Row("loader", "the training data set is an IterableDataset; other workers could repeat or reorder its samples", "stream", "switched_off"),
+    Row("loader", "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples", "stream", "switched_off"),
     Row("loader", ORDER.format("Backwards"), "own_sampler", "switched_off"),
     Row("loader", ORDER.format("Pairs"), "in_pieces", "second_order"),
     Row("device_prefetch", NO_CUDA, "switched_off", "gpu_choices"),
     Row("device_prefetch", NO_LOADER, "gpu_tensors", "gpu_products"),
-    Row("device_prefetch", "the training DataLoader no longer exists, so all of its batches were taken before", "gpu_products", "gpu_choices"),
+    Row("device_prefetch", "the training DataLoader no longer exists, so all its batches are already loaded", "gpu_products", "gpu_choices"),
     *each(FROM_THE_PIPELINE[:2], "the script prepares its batches itself, without a DataLoader", "by_hand", "switched_off"),
     *each(FROM_THE_PIPELINE[:2], "the DataLoader has batch_size=None, so the data set makes its batches itself", "stream", "own_sampler"),
     Row("batched_transforms", "the program has not imported torchvision's transforms", "switched_off", "by_hand"),
     Row("resident_data", "the program does not train on a CUDA device", "by_hand", "gpu_choices"),
-    Row("resident_data", "the data takes 4096 MiB, and 2048 of the GPU's or 1024 of the host's are for it at most",
+    Row("resident_data", "the data needs 4096 MiB, and the limit is 2048 MiB on the GPU or 1024 MiB on the host",
         not_run="not run: it needs a data set larger than a quarter of a GPU's memory, and of the host's"),
     # Several ranks.
     *each((*AMONG_RANKS, "comm_compression"), "flatout started the program as one process; `flatout run --procs N` starts it as N ranks", "by_hand", "ddp"),
-    *each(AMONG_RANKS, f"the program has made a torch.distributed process group itself, and {OURS}", "ddp", "second_order"),
+    *each(AMONG_RANKS, f"the program created its own torch.distributed process group, and {OURS}", "ddp", "second_order"),
     *each(AMONG_RANKS, f"another launcher started this process (WORLD_SIZE=2), and {OURS}", "second_order", "switched_off"),
-    Row("comm_compression", f"the program has made a torch.distributed process group itself, and {OR_DDP}", "own_choices", "second_order"),
+    Row("comm_compression", f"the program created its own torch.distributed process group, and {OR_DDP}", "own_choices", "second_order"),
     Row("comm_compression", f"another launcher started this process (WORLD_SIZE=2), and {OR_DDP}", "second_order", "switched_off"),
-    Row("ddp_flags", "the program trains no torch.nn.parallel.DistributedDataParallel of its own", "own_choices", "ddp"),
-    Row("ddp_flags", "the script has set gradient_as_bucket_view itself, and no broadcast of buffers could be left out", not_run=OF_TORCHRUN),
+    Row("ddp_flags", "the program trains no torch.nn.parallel.DistributedDataParallel", "own_choices", "ddp"),
+    Row("ddp_flags", "the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped", not_run=OF_TORCHRUN),
     *(Row(lever, sentence, not_run=OF_TORCHRUN) for lever in OF_DDP for sentence in (
-        "the program's DistributedDataParallel has one rank, so nothing travels",
-        "the script has registered a communication hook of its own, which stays",
-        "the program's DistributedDataParallel has parameters that were frozen later, and such a one is left alone")),
+        "the program's DistributedDataParallel has one rank, so nothing is exchanged",
+        "the script has registered its own communication hook, which stays",
+        "the program's DistributedDataParallel uses parameters that were frozen later, which this lever does not support")),
     Row("sharding", "this torch was built without torch.distributed", not_run="not run: it needs a torch without torch.distributed"),
     Row("local_sgd", 'it does not work with batchnorm = "all" of data_parallel, which exchanges data between the ranks in forward passes',
         "half_precision", "ddp"),
-    Row("comm_compression", "no gradient is float32 or float64, and only those are compressed", "half_precision", "ddp"),
-    Row("gradient_buckets", "each bucket size that this lever tries puts the gradients into the same buckets", "half_precision", "ddp"),
-    Row("gradient_buckets", "no parameter with requires_grad was in a forward pass yet", not_run="not run: a warm program of ranks has trained something"),
+    Row("comm_compression", "no gradient is float32 or float64, and this lever compresses only those", "half_precision", "ddp"),
+    Row("gradient_buckets", "all bucket sizes that this lever tries give the same buckets", "half_precision", "ddp"),
+    Row("gradient_buckets", "no forward pass has used a parameter with requires_grad yet", not_run="not run: a warm program of ranks has trained something"),
     # Precision.
     *each(("tf32", "cudnn_benchmark", "offload", "early_values", "graphs"), NO_CUDA, "switched_off", "gpu_choices"),
     Row("early_values", "the program uses the allocator cudaMallocAsync, which does not say on which stream a value was computed",
         not_run="not run: it needs a GPU with PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"),
     Row("tf32", "this GPU has no TF32, which needs compute capability 8.0 or higher", not_run="not run: it needs a GPU of compute capability below 8.0"),
-    Row("tf32", "deterministic algorithms are switched on, so the precision is left as it is", "gpu_pieces", "gpu_products"),
-    Row("tf32", "the float32 precision of matrix products is set to ieee already", "gpu_choices", "gpu_products"),
+    Row("tf32", "deterministic algorithms are enabled, so the precision does not change", "gpu_pieces", "gpu_products"),
+    Row("tf32", "the float32 precision of matrix products is already set to ieee", "gpu_choices", "gpu_products"),
     Row("cudnn_benchmark", "no CUDA device was found on this machine", "by_hand", "gpu_choices",
         not_run="not run: it is said before the first step alone, which test_cudnn_benchmark.py sees"),
-    Row("cudnn_benchmark", "deterministic algorithms are switched on, and this lever chooses among others", "gpu_pieces", "gpu_choices"),
-    Row("cudnn_benchmark", "torch.backends.cudnn.benchmark is on already", "gpu_choices", "gpu_pieces"),
+    Row("cudnn_benchmark", "deterministic algorithms are enabled, and this lever would choose other algorithms", "gpu_pieces", "gpu_choices"),
+    Row("cudnn_benchmark", "torch.backends.cudnn.benchmark is already True", "gpu_choices", "gpu_pieces"),
     Row("cudnn_benchmark", "no module of the model is an nn.Conv layer", "gpu_products", "gpu_choices"),
     Row("reduced_precision", "the parameters are on cuda, and this lever acts on the CPU", "gpu_choices", "switched_off"),
     Row("reduced_precision", "this processor has neither AMX-BF16 nor AVX512-BF16 instructions", "by_hand", "switched_off"),
     Row("reduced_precision", "this PyTorch was built without oneDNN", not_run="not run: it needs a torch without oneDNN"),
-    Row("reduced_precision", "the program has set the float32 precision of oneDNN to ieee itself", "own_choices", "switched_off"),
-    Row("autocast", "the program trains under autocast already", "own_choices", "switched_off"),
+    Row("reduced_precision", "the program has already set the float32 precision of oneDNN to ieee", "own_choices", "switched_off"),
+    Row("autocast", "the program already trains under autocast", "own_choices", "switched_off"),
     Row("autocast", TWENTY, "in_pieces", "switched_off"),
     Row("autocast", "the program trains parameters that are not float32 (torch.complex64, torch.float64)", "own_sampler", "switched_off"),
     Row("autocast", "the program trains parameters that are not float32 (torch.bfloat16)", "half_precision", "ddp"),
-    Row("autocast", "the program scales its losses with a GradScaler already", not_run="not run: it needs a GPU of compute capability below 8.0"),
+    Row("autocast", "the program already scales its losses with a GradScaler", not_run="not run: it needs a GPU of compute capability below 8.0"),
     Row("autocast", "this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them",
         "by_hand", "switched_off"),
-    Row("autocast", "the parameters are on mps, where autocast was never measured", not_run="not run: it needs a device that is neither a CPU nor CUDA"),
+    Row("autocast", "the parameters are on mps, where flatout has not measured autocast", not_run="not run: it needs a device that is neither a CPU nor CUDA"),
     # The model.
     Row("channels_last", "no module of the model is an nn.Conv2d or nn.ConvTranspose2d", "by_hand", "stream"),
     Row("channels_last", TWENTY, "in_pieces", "switched_off"),
-    Row("channels_last", "LBFGS flattens the gradients, which it can do in their usual layout only", "second_order", "switched_off"),
-    Row("channels_last", "1 of 2 convolution weights are stored as channels_last already, and the program's choice is kept", "own_choices", "switched_off"),
-    Row("attention", f"{COMPILED}and the compiler recognises attention in its own way", "own_choices", "switched_off"),
+    Row("channels_last", "LBFGS flattens the gradients, which requires their default layout", "second_order", "switched_off"),
+    Row("channels_last", "1 of 2 convolution weights are already stored as channels_last", "own_choices", "switched_off"),
+    Row("attention", f"{COMPILED}and the compiler recognises attention itself", "own_choices", "switched_off"),
     Row("attention", f"{TWICE}and fused attention has no second derivative", "second_order", "switched_off"),
-    Row("attention", "no module of the model multiplies matrices and takes a softmax in its own forward", "switched_off", "own_sampler"),
+    Row("attention", "no module of the model multiplies matrices and takes a softmax in its forward", "switched_off", "own_sampler"),
     *each(("compile", "memory_budget"), "torch.compile is switched off in this process (TORCH_COMPILE_DISABLE=1)", "ddp", "switched_off"),
     Row("compile", COMPILED.removesuffix(", "), "own_choices", "switched_off"),
     Row("memory_budget", f"{COMPILED}before a budget could be set", "own_choices", "switched_off"),
     *each(("compile", "memory_budget"), f"{TWICE}and compiled functions have no second derivative", "second_order", "switched_off"),
     *each(("compile", "recompute"), TWENTY, "in_pieces", "switched_off"),
     *each(("compile", "memory_budget", "recompute"), NOT_CALLED, "by_hand", "stream"),
-    Row("compile", "compiling for the CPU needs a C++ compiler, and g++ was not found; install it (`apt-get install g++`) or name another one in CXX",
+    Row("compile", "compiling for the CPU needs a C++ compiler, and g++ was not found; install it (`apt-get install g++`) or set CXX to another one",
         "stream", "own_sampler"),
-    Row("compile", "compiling for a GPU needs Triton, which is not installed; `pip install triton` brings it",
+    Row("compile", "compiling for a GPU needs Triton, which is not installed; run `pip install triton`",
         not_run="not run: it needs a GPU without Triton"),
-    Row("fused_ops", f"{COMPILED}and the compiler fuses operations in its own way", "own_choices", "switched_off"),
+    Row("fused_ops", f"{COMPILED}and the compiler fuses operations itself", "own_choices", "switched_off"),
     Row("fused_ops", f"{TWICE}and these kernels have no second derivative", "second_order", "switched_off"),
-    Row("fused_ops", "the program has no torch.optim.Optimizer, which tells when the weights change; logits that are read late need the old weights",
+    Row("fused_ops", "the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights",
         "in_pieces", "switched_off"),
-    Row("fused_ops", "the Linear layer that is as wide as a vocabulary is no plain nn.Linear (its class, hooks, forward or parameters are its own)",
+    Row("fused_ops", "the vocabulary-sized Linear layer is not a plain nn.Linear (custom class, hooks, forward or parameters)",
         "stream", "switched_off"),
-    Row("fused_ops", "no linear layer has 8192 outputs or more, or as many as an Embedding has rows, and no layer on a CUDA device is a LayerNorm or RMSNorm "
+    Row("fused_ops", "no linear layer has at least 8192 outputs, or as many as an Embedding has rows, and no layer on a CUDA device is a LayerNorm or RMSNorm "
         "with weights", "ddp", "stream"),
-    Row("inplace", f"{COMPILED}and the compiler decides where results go", "own_choices", "switched_off"),
+    Row("inplace", f"{COMPILED}and the compiler places results itself", "own_choices", "switched_off"),
     Row("inplace", f"{JIT}which does not read the inplace attribute of its layers", "stream", "in_pieces"),
-    Row("inplace", "the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer that is not in place already", "second_order", "switched_off"),
+    Row("inplace", "the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer without inplace=True", "second_order", "switched_off"),
     Row("recompute", f"{COMPILED}and the compiler chooses what is kept", "own_choices", "switched_off"),
-    Row("recompute", f"{TWICE}through activations that would be computed again", "second_order", "switched_off"),
+    Row("recompute", f"{TWICE}which recomputed activations do not support", "second_order", "switched_off"),
     Row("recompute", f"{JIT}which does not call the forward of its layers", "stream", "switched_off"),
     Row("offload", TWENTY, "gpu_pieces", "gpu_choices"),
     Row("offload", f"{COMPILED}and the compiler chooses what is kept", "gpu_choices", "gpu_products"),
@@ -238,13 +246,13 @@ ROWS = [
         "the script has hooks on Linear, which a recording would not call")),
     # Optimizers.
     Row("fused_optimizer", "the program updates its parameters without a torch.optim.Optimizer", "in_pieces", "stream"),
-    Row("fused_optimizer", "the program has made its Adam with fused=True", "own_choices", "switched_off"),
-    Row("fused_optimizer", "Adam updates complex or sparse parameters, which have no fused form", "own_sampler", "switched_off"),
-    Row("fused_optimizer", "LBFGS has no form that this lever could switch it to", "second_order", "own_choices"),
-    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has SGD", "stream", "switched_off"),
-    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has Adam with maximize", "own_sampler", "switched_off"),
-    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has no torch.optim.Optimizer", "by_hand", "switched_off"),
-    Row("optimizer_state", "torchao is not installed; `pip install flatout[lowbit]` brings it", "switched_off", "stream",
+    Row("fused_optimizer", "the program creates its Adam with fused=True", "own_choices", "switched_off"),
+    Row("fused_optimizer", "Adam updates complex or sparse parameters, which no fused kernel supports", "own_sampler", "switched_off"),
+    Row("fused_optimizer", "LBFGS has no fused or multi-tensor implementation", "second_order", "own_choices"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program uses SGD", "stream", "switched_off"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program uses Adam with maximize", "own_sampler", "switched_off"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program uses no torch.optim.Optimizer", "by_hand", "switched_off"),
+    Row("optimizer_state", "torchao is not installed; run `pip install flatout[lowbit]`", "switched_off", "stream",
         "not run: torchao is installed here" if find_spec("torchao") else ""),
 ]
 
@@ -254,7 +262,7 @@ ROWS = [
 
 @contextlib.contextmanager
 def surroundings(program: Program, folder: Path) -> Iterator[None]:
-    """Nothing of the present environment may change what a program is asked."""
+    """Nothing in the present environment may change the answers of a program."""
     libraries = {name: str(folder / "malloc" / file) for name, file in (("libm", "libm.so.6"), ("jemalloc", "libjemalloc.so"))}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(CHANGE_TORCH)}
     with mock.patch.dict(os.environ, {**kept, **{name: value.format(**libraries) for name, value in program.environment.items()}}, clear=True):
@@ -280,7 +288,10 @@ def has_gpu() -> bool:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Program -> lever -> its answer, of the programs that the chosen tests ask for. Two start at a time: a start is mostly one thread that imports."""
+    """Program -> lever -> its answer, for the programs that the chosen tests need.
+
+    Two start at a time: a start is mostly one thread that imports.
+    """
     folder = tmp_path_factory.mktemp("reasons")
     (folder / "malloc").mkdir()
     libm = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line or "libm-" in line)
@@ -322,7 +333,7 @@ def not_shown(row: Row) -> Any:
 
 @pytest.mark.parametrize("row", [not_shown(row) for row in ROWS])
 def test_a_reason_is_not_shown_where_it_is_untrue(answers, row):
-    """Nor the same sentence with another name or number in it."""
+    """Nor may the same sentence appear with another name or number."""
     said = answers[row.hidden][row.lever].get("skip", "")
     assert not [template for template in templates(row.lever) if re.fullmatch(template, row.sentence) and re.fullmatch(template, said)]
 
@@ -365,6 +376,8 @@ def test_a_memory_lever_is_left_out_only_where_memory_is_not_limited(answers):
     ("channels_last", True, ranks.OF_WHOLE_WEIGHTS), ("fused_optimizer", True, ranks.OF_WHOLE_WEIGHTS), ("fused_ops", True, ranks.OF_WHOLE_WEIGHTS),
     ("autocast", True, None), ("reduced_precision", True, None), ("gc_pause", True, None)])
 def test_a_lever_is_left_out_of_several_ranks_for_a_reason_of_its_own(answers, name, shards, reason):
-    """One that makes no batches is not told about loaders; one that leaves weights alone not about whole weights."""
+    """A lever without batches gives no reason about loaders; a lever that leaves weights alone gives none
+    about whole weights.
+    """
     said = considered(answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), unfit=ranks.unfit)[name]
     assert said == reason if reason else said not in (ranks.OF_LOADERS, ranks.OF_ONE_PROCESS, ranks.OF_WHOLE_WEIGHTS)

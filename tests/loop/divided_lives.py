@@ -1,5 +1,8 @@
-"""Lives of trainings whose model is divided over ranks, forked from one process that has torch: whole ones, and ones that are left and gone on with by as many
-ranks, or by others. Prints what came of them as JSON."""
+"""Runs of trainings whose model is parallelised over ranks, forked from one process that has torch.
+
+Some are whole; others are interrupted and resumed on the same or another number of ranks. Prints the results
+as JSON.
+"""
 
 import hashlib
 import json
@@ -36,8 +39,10 @@ def loss_fn(model, batch):
 
 
 def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
-    """``tensor``: layers shared; ``pipeline``: a stage each; ``fsdp``: weights shared, and samples; ``ddp``: samples shared; ``single``:
-    one process that has all shares; ``alone``: one that knows of none. ``beside``: a second optimizer."""
+    """``tensor``: shared layers; ``pipeline``: one stage per rank; ``fsdp``: sharded weights and samples;
+    ``ddp``: shared samples; ``single``: one process with all shares; ``alone``: one without any.
+    ``beside``: a second optimizer.
+    """
     model = network()
     model.drop.p = dropout
     x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -59,7 +64,7 @@ def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
 
 
 def digest(loop):
-    """Of all that this rank holds."""
+    """A digest of everything that this rank holds."""
     found = hashlib.sha256()
     optimizers = [loop.optimizer, *loop._saving.kept.also.values()]
     states = [value for optimizer in optimizers for state in optimizer.state_dict()["state"].values() for value in state.values()]
@@ -91,7 +96,7 @@ def lived(kind, folder, rank, ranks, until, change, more):
 
 
 def live(kind, folder, ranks, until=None, change=None, **more):
-    """What each rank tells."""
+    """The report of each rank."""
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     pids = []
     for rank in range(ranks):
@@ -118,7 +123,7 @@ def live(kind, folder, ranks, until=None, change=None, **more):
 
 
 def spoil(loop, step, rank):
-    """A weight that only the second rank has becomes NaN."""
+    """Sets a weight that only the second rank has to NaN."""
     if step.index == 2 and rank == 1:
         with torch.no_grad():
             loop.parameters[2].to_local().view(-1)[0] = float("nan")
@@ -126,7 +131,7 @@ def spoil(loop, step, rank):
 
 def main():
     torch.set_num_threads(1)
-    torch.optim.AdamW(network().parameters())  # imports what every life would import
+    torch.optim.AdamW(network().parameters())  # the imports of every run
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
         found = {}

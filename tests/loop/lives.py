@@ -1,4 +1,7 @@
-"""Lives of trainings, forked from one process that has torch, and ended: killed at random, or asked to end by signals. Prints what came of them as JSON."""
+"""Runs of trainings, forked from one process that has torch and ended by random kills or by signals.
+
+Prints the results as JSON.
+"""
 
 import json
 import os
@@ -21,8 +24,11 @@ SETTINGS = [KILLED, replace(KILLED, seed=4, workers=0, accumulate=1, every=4, op
 
 
 def asked(scratch, numbers, own_handler=False, ranks=1):
-    """A training that these signals are sent to, to its last rank, as soon as it steps: exit codes, the step of the newest save, the steps that were done,
-    whether a handler of the program's own was called, and seconds until all have ended."""
+    """A training that gets these signals, on its last rank, as soon as it steps.
+
+    Returns the exit codes, the step of the newest checkpoint, the completed steps, whether a handler of the
+    program was called, and the seconds until all have ended.
+    """
     setting = replace(KILLED, seed=6, workers=0, accumulate=1, every=0, ranks=ranks, epochs=60)
     folder, told, store = Path(tempfile.mkdtemp(dir=scratch)), Told(ranks), tempfile.mktemp(dir=scratch)
     handled = Path(tempfile.mktemp(dir=scratch))
@@ -55,7 +61,7 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
 
 
 def insisted(scratch):
-    """A training whose fourth step lasts, which is told to end twice."""
+    """A training with a long fourth step that gets two signals to end."""
     import torch
 
     import flatout

@@ -1,4 +1,4 @@
-"""Whether this torch can run pipelines of micro-batches that are cut already: since 2.14."""
+"""Whether this torch can run pipelines of micro-batches that are already split: since 2.14."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Each template in plain PyTorch and with the Loop: the same numbers, to the last digit that is printed."""
+"""Each template in plain PyTorch and with the Loop prints the same numbers, to the last digit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATES = {"linear": ("--steps", "501"), "cnn": ("--epochs", "2", "--images", 
 
 
 ACCUMULATED = ("--steps", "21", "--accumulate", "3", "--batch-size", "4")
-# One process for all, since importing torch takes longer than any of them; each is run as the main program.
+# One process runs all of them, since importing torch takes longer than any; each is run as the main program.
 DRIVER = """
 import contextlib, io, json, runpy, sys
 said = []
@@ -35,7 +35,7 @@ print(json.dumps(said))
 
 
 def said(*runs: tuple[str, ...]) -> list[str]:
-    """What each (example, *arguments) prints."""
+    """The output of each (example, *arguments)."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     words = [(str(EXAMPLES / f"{name}.py"), *arguments) for name, *arguments in runs]
     done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(words)], capture_output=True, text=True, timeout=280, env=environment)
@@ -43,7 +43,7 @@ def said(*runs: tuple[str, ...]) -> list[str]:
     return list(json.loads(done.stdout))
 
 
-def test_the_loop_says_what_the_plain_template_says():
+def test_the_loop_prints_what_the_plain_template_prints():
     runs = [(f"{name}{kind}", *arguments) for name, arguments in TEMPLATES.items() for kind in ("", "_loop")]
     printed = said(*runs)
     for at, name in enumerate(TEMPLATES):
@@ -53,7 +53,7 @@ def test_the_loop_says_what_the_plain_template_says():
 
 
 def test_accumulation_by_hand_and_by_name_and_tensors_on_a_device():
-    """By hand it is the mean of the losses; the last one's is printed there, the whole one's here."""
+    """The hand-written loop prints the last loss of the mean; the Loop prints the whole one."""
     printed = said(("gpt", *ACCUMULATED), ("gpt_loop", *ACCUMULATED), ("tensors",))
     by_hand, by_name, tensors = ([float(x) for x in re.findall(r"loss ([\d.]+)", text)] for text in printed)
     assert len(by_hand) == len(by_name) == 3

@@ -1,4 +1,4 @@
-"""plan="auto": the search by times that are given, and a real loop that tunes itself; and a Loop in the cells of a notebook."""
+"""plan="auto": the search with given times, a real loop that tunes itself, and a Loop in notebook cells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ FASTER = {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.8}
 
 
 def played(steps, factors, check=lambda choices, effect: "", fails=lambda names: "", noise=lambda at: 1.0):
-    """How each lever ended where a step takes 10 ms times the factors of what holds, and what held in each step."""
+    """The outcome of each lever where a step takes 10 ms times the factors of the active levers, and the
+    active levers in each step.
+    """
     going = search([(Choice(name, True), Effect.ROUNDING) for name in factors], steps, check)
     wanted, used = None, []
     try:
@@ -49,10 +51,10 @@ def test_winners_stay_and_losers_leave():
     assert "slower" in found["c"].reason
     assert "noise" in found["b"].reason
     assert used[-1][:1] == ["a"]
-    assert sum("c" in names for names in used) < sum("b" in names for names in used)  # what clearly loses is left early
+    assert sum("c" in names for names in used) < sum("b" in names for names in used)  # a clear loser is dropped early
 
 
-def test_no_step_is_made_with_a_lever_that_the_guard_refuses():
+def test_no_step_runs_with_a_lever_that_the_guard_rejects():
     found, used = played(600, FASTER, check=lambda choices, effect: "it is wrong" if choices[-1].name == "a" else "")
     assert not any("a" in names for names in used)
     assert (found["a"].kept, found["a"].reason) == (False, "it is wrong")
@@ -90,8 +92,10 @@ def loss_fn(model, batch):
 
 @pytest.fixture
 def trained():
-    """``trained(...)`` is the losses of a Loop with these options, and the Loop. What it has found to be faster (a setting of the garbage collector, say) is no
-    business of the tests that follow."""
+    """``trained(...)`` returns the losses of a Loop with these options, and the Loop.
+
+    The settings that it found faster (a garbage collector setting, say) do not affect later tests.
+    """
     loops = []
 
     def train(**more):
@@ -115,8 +119,8 @@ def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(train
     assert 10 < loop.tuned.steps <= 60
     tried = {each.choice.name: each for each in loop.tuned.tried}
     assert tried["gc_pause"].ratio.n >= 3
-    assert "which was not asked for" in tried["fused_optimizer"].reason
-    assert "time for memory" in tried["recompute"].reason
+    assert "which was not requested" in tried["fused_optimizer"].reason
+    assert "costs time and saves memory" in tried["recompute"].reason
     assert "before the program starts" in tried["malloc"].reason or "no " in tried["malloc"].reason
     assert {outcome.choice.name for outcome in loop.outcomes if outcome.applied} == {choice.name for choice in loop.plan}
     assert "tuned in" in caplog.text
@@ -136,8 +140,8 @@ def test_what_it_finds_rounds_only_and_can_be_given_to_the_next_run(trained):
     assert not loop.optimizer.param_groups[0].get("fused")
 
 
-def test_a_lever_that_is_wrong_never_touches_the_training(trained, monkeypatch):
-    """The shelf's own known-bad variant of a lever that applies here: it would double the learning rate."""
+def test_a_wrong_lever_never_affects_the_training(trained, monkeypatch):
+    """The known-bad variant of a lever that applies here: it would double the learning rate."""
     from dataclasses import replace
 
     table = tuple(replace(lever, apply=lever.known_bad, applies=lambda facts, scene: Options((True,))) if lever.name == "fused_optimizer" else lever
@@ -147,7 +151,7 @@ def test_a_lever_that_is_wrong_never_touches_the_training(trained, monkeypatch):
     losses, loop = trained(plan="auto")
     bad = next(each for each in loop.tuned.tried if each.choice.name == "fused_optimizer")
     assert not bad.kept
-    assert "the guard refused it" in bad.reason
+    assert "the guard rejected it" in bad.reason
     assert bad.ratio is None
     assert losses == plain
 
@@ -158,12 +162,12 @@ def test_half_precision_can_be_left_out(trained):
     assert {"autocast", "reduced_precision", "tf32"} <= {each.choice.name for each in halves}
     assert not any(each.kept or each.ratio for each in halves)
     if {"amx_bf16", "avx512_bf16"} & set(look().cpu_flags):
-        assert "its effect here is precision, which was not asked for" in [each.reason for each in halves]
+        assert "its effect here is precision, which was not requested" in [each.reason for each in halves]
     assert Effect.PRECISION in effects_of("precision")
 
 
-@pytest.mark.parametrize(("more", "words"), [({"plan": "auto", "effects": "resampled"}, 'it is "exact"'), ({"effects": "exact"}, "narrows what plan")])
-def test_what_cannot_be_asked_for(trained, more, words):
+@pytest.mark.parametrize(("more", "words"), [({"plan": "auto", "effects": "resampled"}, 'Use "exact"'), ({"effects": "exact"}, "applies only to plan")])
+def test_invalid_options(trained, more, words):
     with pytest.raises(LoopError, match=words):
         trained(**more)
 
@@ -194,7 +198,7 @@ loop.close()
 
 
 def test_the_cells_of_a_notebook():
-    """Interrupted between two steps and inside one, looked at, gone on with, made anew, closed twice."""
+    """Interrupted between two steps and inside one, inspected, resumed, created again, closed twice."""
     once = iter([False] * 3 + [True])
 
     def interrupted(model, batch):

@@ -1,4 +1,7 @@
-"""Models that are divided over ranks: what each rank has is saved and gone on with, by as many ranks to the last bit, by more or fewer as the same training."""
+"""Models parallelised over ranks: each rank's state is saved and resumed.
+
+As many ranks continue to the last bit; more or fewer continue the same training.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,12 @@ def lives():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pipelines.need_them), "fsdp"])
-def test_left_twice_and_gone_on_it_ends_with_the_same_bits(lives, kind):
-    """In the middle of the second and of the fourth epoch; each rank's weights, optimizers, rate and random numbers."""
+def test_interrupted_twice_and_resumed_it_ends_with_the_same_bits(lives, kind):
+    """The interruptions are in the middle of the second and fourth epoch; compared are each rank's weights,
+    optimizers, rate and random numbers.
+    """
     for whole, again in zip(lives[kind]["whole"], lives[kind]["gone on"], strict=True):
-        assert again["said"][0].startswith("going on after step 6"), again["said"]
+        assert again["said"][0].startswith("resuming after step 6"), again["said"]
         assert again["exact"], again["said"]
         assert again["digest"] == whole["digest"]
         assert again["index"] == whole["index"] == 10
@@ -37,8 +42,11 @@ def test_left_twice_and_gone_on_it_ends_with_the_same_bits(lives, kind):
 
 
 @pytest.mark.parametrize("kind", ["tensor turns", "fsdp turns", "ddp turns"])
-def test_other_ranks_go_on_with_the_same_training(lives, kind):
-    """Two, one, two; and two, three, one, two, where nothing divides evenly: the same samples, losses and weights, and no word of the same bits."""
+def test_other_numbers_of_ranks_continue_the_same_training(lives, kind):
+    """Two, one, two ranks; and two, three, one, two, where sizes do not divide evenly.
+
+    Samples, losses and weights are the same, and equal bits are not claimed.
+    """
     turns, whole = lives[kind]["lives"], lives[kind]["whole"]
     losses = {}
     for ranks in turns:
@@ -61,6 +69,6 @@ def test_a_stage_is_not_the_whole_model(lives):
     assert "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
 
 
-def test_a_slice_that_is_spoiled_keeps_all_of_it_from_being_saved(lives):
-    """NaN in what only the second rank has."""
+def test_one_invalid_slice_prevents_the_whole_checkpoint(lives):
+    """A NaN in a slice that only the second rank has."""
     assert lives["spoiled"] == ["step-00000001", "step-00000002"]

@@ -1,4 +1,6 @@
-"""The law of accumulation: however a batch is divided, the gradient and the trajectory are those of the whole effective batch."""
+"""The rule of accumulation: however a batch is split, the gradient and the trajectory are those of the whole
+effective batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ CLASSES, VOCABULARY, LENGTH = 5, 11, 6
 
 
 class Tagger(nn.Module):
-    """Tokens [B, L] -> scores [B, L, V]; dropout of 0 draws all the same."""
+    """Tokens [B, L] -> scores [B, L, V]; dropout of 0 still uses random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +48,7 @@ def summed(model, batch):
 
 
 def by_tokens(model, batch):
-    """The mean over the tokens that are not padding (0), of which each sample has another number."""
+    """The mean over the tokens that are not padding (0); each sample has a different number of them."""
     scores, wanted = model(batch["tokens"]), batch["wanted"]
     return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), ignore_index=0), (wanted != 0).sum()
 
@@ -68,7 +70,7 @@ def sentences(count, dtype, generator):
 
 
 def parts(batch, size):
-    """The batches of a loader of this batch size."""
+    """The batches of a loader with this batch size."""
     count = len(batch[0]) if isinstance(batch, list) else len(batch["names"])
     cut = [slice(at, at + size) for at in range(0, count, size)]
     return [[t[each] for t in batch] if isinstance(batch, list) else {name: v[each] for name, v in batch.items()} for each in cut]
@@ -127,7 +129,7 @@ def test_the_trajectory_of_twenty_steps(name, more, optimizer):
 
 
 def raw(make, loss_fn, loader, window, *, divide, zero_inside=False):
-    """Accumulation by hand. ``divide`` by the window or by what is counted."""
+    """Hand-written accumulation. ``divide`` by the window or by the count."""
     model = model_of(make, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for start in range(0, len(loader), window):
@@ -143,8 +145,8 @@ def raw(make, loss_fn, loader, window, *, divide, zero_inside=False):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_the_mistakes_that_raise_nothing_are_told_apart():
-    """What people write by hand, against what the Loop does: the right one is equal to it, the known-bad ones are not."""
+def test_silent_mistakes_are_distinguished():
+    """Hand-written variants against the Loop: the right one is equal to it, the known-bad ones are not."""
     batch = sentences(48, torch.float64, torch.Generator().manual_seed(5))
     loader = parts(batch, 4)
     ours = trained(Tagger, torch.float64, by_tokens, loader, effective_batch=16)[2]
@@ -153,7 +155,7 @@ def test_the_mistakes_that_raise_nothing_are_told_apart():
     assert distance(ours, raw(Tagger, by_tokens, loader, 4, divide="tokens", zero_inside=True)) > 1e-6
 
 
-def test_a_micro_batch_without_a_token_has_no_part():
+def test_a_micro_batch_without_a_token_has_no_weight():
     batch = sentences(8, torch.float64, torch.Generator().manual_seed(5))
     batch["wanted"][4:6] = 0
     divided, whole = trained(Tagger, torch.float64, by_tokens, [batch], micro_batch=2), trained(Tagger, torch.float64, by_tokens, [batch])

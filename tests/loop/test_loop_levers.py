@@ -1,4 +1,7 @@
-"""A plan on the objects of a Loop: levers hold, what cannot hold says why, results are those of the plain loop, and everything comes off again."""
+"""A plan on the objects of a Loop.
+
+Levers apply or say why not, results are those of the plain loop, and everything is undone at the end.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def test_without_a_plan_nothing_is_patched():
     ],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
-def test_a_loader_made_anew_gives_the_same_batches(arguments):
+def test_a_recreated_loader_gives_the_same_batches(arguments):
     """The arguments are read back from the loader itself."""
 
     def batches(loader):

@@ -1,4 +1,7 @@
-"""Out of memory inside a step: injected at every kind of place, and a real one on the CPU. No wrong step, no tensor kept, no hang."""
+"""Out of memory inside a step: injected at every kind of operator, and a real one on the CPU.
+
+No step is wrong, no tensor leaks, nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FAILS = 90  # a step of a longer run
 
 
 class Injector(TorchDispatchMode):
-    """Raises at the operator of this number, once, while it is armed."""
+    """Raises once at the operator of this number, while armed."""
 
     def __init__(self, number, error=None):
         super().__init__()
@@ -59,7 +62,10 @@ def data():
 
 
 def train(number=None, phase="gradients", error=None, make=lambda p: torch.optim.AdamW(p, lr=1e-2), at=AT, **more):
-    """Weights after each step, the steps, the injector. The error comes in step ``at``, at that operator of the phase."""
+    """Weights after each step, the steps, the injector.
+
+    The error comes in step ``at``, at that operator of the phase.
+    """
     torch.manual_seed(0)
     model = Network().double()
     optimizer = make(model.parameters())
@@ -92,7 +98,10 @@ def undisturbed():
 
 
 def test_every_operator_of_forward_and_backward(undisturbed):
-    """The step is done again from its start: the trajectory is the undisturbed one, at whatever operator memory had run out."""
+    """The step is repeated from its start.
+
+    The trajectory is the undisturbed one, at whatever operator memory ran out.
+    """
     sites = 0
     for number in range(1, 200):
         try:
@@ -103,13 +112,16 @@ def test_every_operator_of_forward_and_backward(undisturbed):
         assert same(weights, undisturbed), injector.fired
         assert [step.parts for step in steps] == [1, 1, 2, 2, 2]
         assert [step.samples for step in steps] == [SAMPLES] * STEPS
-        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), f"a tensor of the failed step lives on after {injector.fired}"
+        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), f"a tensor of the failed step is still alive after {injector.fired}"
     assert sites > 25
 
 
 @pytest.mark.parametrize(("foreach", "at"), [(False, 0), (True, 0), (False, AT), (True, AT)])
 def test_every_operator_of_the_optimizer(undisturbed, foreach, at):
-    """In the first step, before a weight has moved, it is done again; after that it is refused: half a step cannot be undone, and nobody can tell."""
+    """In the first step, before a weight has changed, the step is repeated.
+
+    Later it is rejected: half a step cannot be undone or even detected.
+    """
     again, refused = 0, 0
     for number in range(1, 400):
         try:
@@ -144,7 +156,7 @@ def evaluate_without_memory(model):
 
 
 def test_evaluation_that_runs_out_of_memory_is_the_users(undisturbed):
-    """What fails between two steps is not ours: the loop goes on where it stood."""
+    """A failure between two steps is the user's: the loop continues at the same step."""
     torch.manual_seed(0)
     model = Network().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -158,8 +170,8 @@ def test_evaluation_that_runs_out_of_memory_is_the_users(undisturbed):
     assert not any(reference() is not None for reference in model.hidden)
 
 
-def test_the_random_state_of_the_step_is_put_back():
-    """What a step draws before the batch is divided is drawn again."""
+def test_the_random_state_of_the_step_is_restored():
+    """Random numbers used before the batch is split are used again."""
     drawn = []
 
     def noisy(model, batch):
@@ -183,8 +195,11 @@ def test_the_random_state_of_the_step_is_put_back():
 
 
 @pytest.mark.parametrize(("begins", "again"), [(0, True), (40, True), (10**9, False)])
-def test_a_program_that_draws_late_is_noticed(begins, again):
-    """One step in 64 is looked at, so what begins to draw is drawn again from then on; where nothing ever drew, nothing is kept."""
+def test_late_use_of_random_numbers_is_detected(begins, again):
+    """One step in 64 is checked, so new use of random numbers is repeated from then on.
+
+    A program without random numbers keeps nothing.
+    """
     drawn = []
 
     def noisy(model, batch):
@@ -213,18 +228,18 @@ def _never(model, batch):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
 
-def test_a_model_that_cannot_be_divided_is_refused_with_both_reasons():
+def test_an_unsplittable_batch_is_rejected_with_both_reasons():
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
 
     def once(model, batch):
         model(batch[0])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(LoopError, match=r"(?s)out of memory with 8 samples.*normalises over the batch"):
+    with pytest.raises(LoopError, match=r"(?s)out of memory with 8 samples.*uses batch normalisation"):
         list(Loop(model, torch.optim.SGD(model.parameters(), 0.1), once, data()))
 
 
-def test_a_model_that_cannot_be_divided_is_where_that_is_allowed():
+def test_an_unsplittable_batch_is_split_where_that_is_allowed():
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
     failing = iter([True])
 
@@ -237,7 +252,7 @@ def test_a_model_that_cannot_be_divided_is_where_that_is_allowed():
     assert [step.parts for step in steps] == [2] * STEPS
 
 
-def test_micro_batches_grow_again_and_learn_from_failing():
+def test_micro_batches_grow_again_and_learn_from_failures():
     sizes = MicroBatches(None)
     sizes.shrink(64)
     assert (sizes.limit, sizes.reduced) == (32, True)
@@ -274,7 +289,10 @@ for step in Loop(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[
 
 
 def test_a_real_one_on_the_cpu(tmp_path):
-    """The address space is limited, and the allocator really fails: the steps go on in smaller micro-batches, to the same weights."""
+    """The address space is limited, and the allocator really fails.
+
+    Steps continue in smaller micro-batches, to the same weights.
+    """
     (tmp_path / "train.py").write_text(REAL)
     said = {}
     for how in ("free", "limited"):

@@ -1,4 +1,6 @@
-"""Two ranks that share layers, or have a stage each, learn what one process learns: ten steps, clipped and accumulated. The rest is refused in words."""
+"""Two ranks with shared layers or one stage each learn what one process learns: ten steps, clipped and
+accumulated. Everything else is rejected with an error.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_ranks_that_share_layers_learn_what_one_process_learns(ranks, name, near
     assert ranks[0][name][1]["losses"] == ranks[1][name][1]["losses"]
 
 
-def test_a_rank_has_its_slice_alone(ranks):
+def test_a_rank_holds_only_its_slice(ranks):
     for rank in ranks:
         parallel = rank["float64"][1]
         assert parallel["sliced"] == ["DTensor"] * 4
@@ -60,11 +62,11 @@ def test_a_rank_has_its_slice_alone(ranks):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("alone", "torchrun --standalone"), ("no such module", "blocks.*.sideways"), ("no style", "is a str"), ("nothing", "a table is needed"),
-    ("begun", "the optimizer has begun already"), ("auto", "plan='auto' does not go with parallel="), ("sizes", "micro_batch='auto' does not go"),
-    ("masters", "precision='bf16-master' does not go"), ("fused", "fused=True"), ("memory", "cannot do a step again. Take smaller micro-batches"),
-    ("batches", "every rank is to train on the same batches")])
-def test_what_does_not_go_together_is_said(ranks, name, said):
+    ("alone", "torchrun --standalone"), ("no such module", "blocks.*.sideways"), ("no style", "is a str"), ("nothing", "is not a dict"),
+    ("begun", "the optimizer already has state"), ("auto", "plan='auto' does not work with parallel="), ("sizes", "micro_batch='auto' does not work"),
+    ("masters", "precision='bf16-master' does not work"), ("fused", "fused=True"), ("memory", "cannot repeat a step. Use smaller micro-batches"),
+    ("batches", "every rank must train on the same batches")])
+def test_incompatible_options_are_explained(ranks, name, said):
     for rank in ranks:
         assert said in rank["words"][name]
 
@@ -73,7 +75,10 @@ def test_what_does_not_go_together_is_said(ranks, name, said):
 @pytest.mark.parametrize(("name", "near", "parts", "ends"), [("float64", 1e-12, 4, "first"), ("float32", 1e-6, 2, "first"), ("window", 1e-12, 4, "second"),
                                                              ("whole", 1e-12, 1, "first")])
 def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
-    """By both schedules, cut by count and by name, the loss a mean and a sum; each rank has its own stage's weights alone."""
+    """This covers both schedules, splits by count and by name, and a loss that is a mean or a sum.
+
+    Each rank holds only its own stage's weights.
+    """
     kept = [{entry.split(".")[0]: None for entry in rank["piped"][name]["kept"]} for rank in ranks]
     assert list(kept[0])[-1] == ends
     assert [*kept[0], *kept[1]] == ["body", "first", "second", "head"]
@@ -90,15 +95,15 @@ def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
 @pipelines.need_them
 @pytest.mark.parametrize(("name", "said"), [
     ("three", "3 stages on 2 ranks"), ("no child", "'third'"), ("order", "without its first child"), ("schedule", "gpipe, 1f1b"),
-    ("no sequence", "this model is a ModuleList"), ("tied", "shares a parameter"), ("auto", "plan='auto' does not go"),
-    ("bf16", "precision='bf16' does not go"),
+    ("no sequence", "this model is a ModuleList"), ("tied", "shares a parameter"), ("auto", "plan='auto' does not work"),
+    ("bf16", "precision='bf16' does not work"),
     ("reduction", 'reduction="mean" or "sum"'), ("uneven", "these have 3, 3, 2 samples"), ("nan", "the loss of step 0 is nan")])
-def test_what_a_pipeline_cannot_do_is_said(ranks, name, said):
+def test_unsupported_pipelines_are_explained(ranks, name, said):
     for rank in ranks:
         assert said in rank["piped words"][name]
 
 
 @pytest.mark.skipif(pipelines.THERE_ARE, reason="this torch has pipelines")
-def test_older_torch_is_said(ranks):
+def test_older_torch_is_explained(ranks):
     for rank in ranks:
         assert "Pipelines need torch 2.14" in rank["piped words"]["older"]

@@ -1,4 +1,6 @@
-"""Precision by name: what is switched is put back, master weights are exact, and what cannot be had is refused in words."""
+"""Precision by name: settings are restored, master weights are exact, and unavailable precisions are rejected
+with an error.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def network(dtype):
 
 
 def by_hand(model, batches, scale, parts, clip, lost=()):
-    """Float32 copies, gradients added up in them, one update, rounded back. Batches of these numbers are skipped."""
+    """Float32 copies with gradients accumulated in them, one update, rounded back.
+
+    Batches with these numbers are skipped.
+    """
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
     for at, (x, y) in enumerate(batches):
@@ -62,7 +67,7 @@ def by_hand(model, batches, scale, parts, clip, lost=()):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", NARROW)
 def test_master_weights_are_those_of_a_loop_by_hand(name, parts, clip):
-    """To the last bit, with micro-batches, clipping, the scaler, and a step that it skips."""
+    """Equal to the last bit, with micro-batches, clipping, the scaler, and a step that it skips."""
     dtype = NARROW[name]
     model = network(dtype)
     other, keys, lost = copy.deepcopy(model), list(model.state_dict()), (2,) if name == "fp16-master" else ()
@@ -86,7 +91,7 @@ def test_master_weights_are_those_of_a_loop_by_hand(name, parts, clip):
     assert optimizer.state[own[0]]["exp_avg"].dtype == dtype
 
 
-def test_small_updates_are_kept_that_the_narrow_weights_lose():
+def test_small_updates_lost_in_narrow_weights_are_kept():
     model = nn.Linear(1, 1, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -97,7 +102,7 @@ def test_small_updates_are_kept_that_the_narrow_weights_lose():
 
 
 def test_out_of_memory_with_master_weights():
-    """The step is done again, and no gradient of the failed attempt is left."""
+    """The step is repeated, and no gradient of the failed attempt remains."""
     batches, weights = data(torch.bfloat16), []
     for failing in (False, True):
         model, once = network(torch.bfloat16), iter([failing])
@@ -115,7 +120,7 @@ def test_out_of_memory_with_master_weights():
     assert loop.micro_batches.limit == 2
 
 
-def test_weights_that_are_loaded_between_two_steps_are_followed():
+def test_weights_loaded_between_two_steps_are_used():
     model = network(torch.bfloat16)
     saved = {name: value.clone() for name, value in network(torch.bfloat16).state_dict().items()}
     loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, data(torch.bfloat16), precision="bf16-master")
@@ -125,8 +130,8 @@ def test_weights_that_are_loaded_between_two_steps_are_followed():
     assert all(torch.equal(value, saved[name] + 1) for name, value in model.state_dict().items())
 
 
-def test_a_loop_that_is_made_anew_takes_the_optimizer_over():
-    """As in a cell of a notebook that is run twice."""
+def test_a_recreated_loop_takes_over_the_optimizer():
+    """As in a notebook cell that runs twice."""
     model = network(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -135,7 +140,7 @@ def test_a_loop_that_is_made_anew_takes_the_optimizer_over():
     assert len(optimizer.state) == 4
 
 
-def test_tf32_is_switched_and_put_back(caplog):
+def test_tf32_is_switched_and_restored(caplog):
     caplog.set_level(logging.WARNING, "flatout")
     owners = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = torch.get_float32_matmul_precision(), [owner.fp32_precision for owner in owners], torch.backends.cudnn.allow_tf32
@@ -151,17 +156,17 @@ def test_tf32_is_switched_and_put_back(caplog):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "words"),
-    [("bf16-master", torch.float32, r"those of this one are float32\. Say model\.bfloat16"), ("fp16-master", torch.bfloat16, r"Say model\.half"),
+    [("bf16-master", torch.float32, r"those of this model are float32\. Call model\.bfloat16"), ("fp16-master", torch.bfloat16, r"Call model\.half"),
      ("fp16", torch.float16, "fp16-master"), ("fp8", torch.float32, "needs a GPU that multiplies in 8 bits")],
 )
-def test_what_cannot_be_had_is_refused(name, dtype, words):
+def test_unavailable_precisions_are_rejected(name, dtype, words):
     model = network(dtype)
     with pytest.raises(LoopError, match=words):
         Loop(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, [], precision=name)
 
 
 def test_fp8_by_torchao():
-    """Where torchao is, as the hardware would compute it; where it is not, the command that brings it."""
+    """With torchao, the computation of the hardware; without it, the command that installs it."""
     model, ledger = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16), nn.Linear(16, 3)), Ledger()
     layers, weight, x = list(model), model[0].weight, torch.randn(16, 32)
     plain = model(x)

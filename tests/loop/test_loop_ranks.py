@@ -1,4 +1,7 @@
-"""Two ranks of one training, one of which fails: all do the step again, or all end with a sentence. Nobody hangs, and no weight differs."""
+"""Two ranks of one training, one of which fails: all repeat the step, or all end with an error.
+
+No rank hangs, and no weight differs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PATIENCE_S = 150
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank has seen, case by case; and the words of the one that was left alone at the end."""
+    """The record of each rank, case by case, and the final message of the rank that was left."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pair = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -49,8 +52,10 @@ def both(ranks, name):
      ("of rank 0 in the first step", "undisturbed", [2, 2, 2]), ("in a window", "undisturbed", [2, 4, 4]), ("bucket views", "undisturbed", [2, 4, 4]),
      ("unused", "unused, undisturbed", [1, 2, 2]), ("own exchange, failing", "undisturbed", [1, 2, 2])],
 )
-def test_all_ranks_do_the_step_again_and_learn_what_they_would_have(ranks, name, reference, parts):
-    """Wherever one rank fails: before the wrapper of the ranks is called, in forward, in the loss, early and late in backward."""
+def test_all_ranks_repeat_the_step_and_learn_the_same(ranks, name, reference, parts):
+    """One rank fails before the rank wrapper is called, in forward, in the loss, or early or late in
+    backward.
+    """
     for zero, one in both(ranks, name):
         assert zero["words"] == one["words"] == ""
         assert zero["parts"] == one["parts"] == parts
@@ -71,7 +76,7 @@ def test_one_size_of_micro_batches_for_all(ranks):
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["before any weight", "after some"])
-def test_an_optimizer_that_fails_on_one_rank_ends_all(ranks, at):
+def test_a_failing_optimizer_on_one_rank_ends_all_ranks(ranks, at):
     zero, one = both(ranks, "optimizer")[at]
     assert "the optimizer ran out of memory" in one["words"]
     assert zero["words"].startswith("rank 1 has ended the training, so all ranks do")
@@ -79,15 +84,15 @@ def test_an_optimizer_that_fails_on_one_rank_ends_all(ranks, at):
 
 
 @pytest.mark.parametrize(("name", "words"), [("nan", "the loss of step 2 is nan"), ("ended", "of the user's own")])
-def test_what_ends_one_rank_ends_all(ranks, name, words):
+def test_an_error_on_one_rank_ends_all(ranks, name, words):
     [(zero, one)] = both(ranks, name)
     assert words in one["words"]
     assert zero["words"].startswith("rank 1 has ended the training")
     assert words in zero["words"]
-    assert distance(zero, one) == 0.0  # no rank has made the step
+    assert distance(zero, one) == 0.0  # no rank has completed the step
 
 
-def test_what_cannot_be_divided_on_one_rank_is_divided_on_none(ranks):
+def test_a_batch_that_one_rank_cannot_split_is_split_on_none(ranks):
     [(zero, one)] = both(ranks, "refused")
     assert "would change the gradient" in zero["words"]
     assert "would change the gradient" in one["words"]
@@ -100,5 +105,5 @@ def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(ranks):
     assert distance(zero, one) == 0.0
 
 
-def test_a_rank_that_goes_without_a_word_is_not_waited_for(ranks):
-    assert "could not take part any more" in ranks[2] or "the ranks have lost each other" in ranks[2]
+def test_the_other_rank_does_not_wait_for_one_that_vanishes(ranks):
+    assert "could not complete the exchange" in ranks[2] or "the ranks have lost each other" in ranks[2]

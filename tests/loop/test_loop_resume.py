@@ -1,4 +1,7 @@
-"""A training that goes on from its saves ends with the bits of one that was never interrupted; every part of a save is needed for that; and what is said."""
+"""A training resumed from its checkpoints ends with the bits of an uninterrupted one.
+
+Every part of a checkpoint is needed for that, and messages report it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
 
 
 def train(folder, until=None, **more):
-    """The Loop, and a digest of all that it has learned and of where its random numbers stand. ``until``: as if it were killed inside the step after."""
+    """The Loop, and a digest of everything it has learned and of its random states.
+
+    ``until``: as if killed inside the step after.
+    """
     loop, average = made(folder, **more)
     for step in loop:
         if step.index == until:
@@ -80,8 +86,10 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_interrupted_again_and_again_it_ends_with_the_same_bits(tmp_path, undisturbed, precision):
-    """In the middle of epochs, at their ends, and when it has ended: that does nothing more."""
+def test_interrupted_repeatedly_it_ends_with_the_same_bits(tmp_path, undisturbed, precision):
+    """The interruptions are in the middle of epochs, at their ends, and after the training has ended, which
+    does nothing more.
+    """
     for until in (1, 5, 6, 10, 13):
         loop, _ = train(tmp_path, until, precision=precision)
     assert loop.resumed.exact
@@ -94,7 +102,7 @@ def test_interrupted_again_and_again_it_ends_with_the_same_bits(tmp_path, undist
 
 
 def losses_of(folder, until=None, **more):
-    """Of a training on a list, whose levers and sizes may be found as it goes."""
+    """Losses of a training on a list, whose levers and sizes may be found during the training."""
     flatout.seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     batches = [(x, x.sum(1)) for x in torch.randn(150, 8, 6, generator=torch.Generator().manual_seed(1))]
@@ -107,8 +115,8 @@ def losses_of(folder, until=None, **more):
     return loop, losses
 
 
-def test_what_was_tuned_is_not_searched_for_again(tmp_path):
-    """In the third process neither, which goes on from a save of the second."""
+def test_tuned_settings_are_not_searched_for_again(tmp_path):
+    """The third process does not search either; it resumes from a checkpoint of the second."""
     _, plain = losses_of(None)
     found, losses = None, {}
     for until in (99, 199, None):
@@ -123,7 +131,7 @@ def test_what_was_tuned_is_not_searched_for_again(tmp_path):
     assert losses == plain
 
 
-def test_sizes_that_were_found_are_not_tried_again(tmp_path):
+def test_found_sizes_are_not_tried_again(tmp_path):
     loop, _ = losses_of(tmp_path / "found", 60, micro_batch="auto", save_every=1)
     assert loop.sized is not None
     again, _ = losses_of(tmp_path / "found", 70, micro_batch="auto", save_every=1)
@@ -131,7 +139,7 @@ def test_sizes_that_were_found_are_not_tried_again(tmp_path):
     assert again.resumed.exact, again.resumed.sentences()
     losses_of(tmp_path / "trying", 1, micro_batch="auto", save_every=1)
     again, _ = losses_of(tmp_path / "trying", 4, micro_batch="auto", save_every=1)
-    assert "sizes of micro-batches were still tried out when it was saved" in again.resumed.inexact
+    assert "it was saved while sizing micro-batches" in again.resumed.inexact
 
 
 def test_more_epochs_than_it_was_made_for(tmp_path):
@@ -148,7 +156,7 @@ PARTS = [("model", "0.weight"), ("model", "1.running_mean"), ("buffers", "model"
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A training of which one step was saved, and another of which eight were."""
+    """A training with one saved step, and one with eight."""
     folders = {steps: tmp_path_factory.mktemp("begun") / f"{steps}" for steps in (1, 8)}
     for steps, folder in folders.items():
         train(folder, steps, precision="fp16", save_every=steps)
@@ -156,8 +164,8 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=".".join)
-def test_nothing_of_a_save_can_be_left_out(tmp_path, monkeypatch, begun, undisturbed, part):
-    """One part is that of the first step, as if it had not been stored; then the bits differ."""
+def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, undisturbed, part):
+    """One part comes from the first step, as if it had not been stored; then the bits differ."""
     import shutil
 
     shutil.copytree(begun[8], tmp_path / "saves")
@@ -178,26 +186,29 @@ def test_nothing_of_a_save_can_be_left_out(tmp_path, monkeypatch, begun, undistu
     assert (digest, loop.index) != (undisturbed["fp16"], 15)
 
 
-def test_what_differs_is_said_and_nothing_is_claimed(tmp_path, caplog):
+def test_differences_are_reported_and_nothing_is_claimed(tmp_path, caplog):
     train(tmp_path, 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(LoopError, match=r"cannot be gone on from exactly: threads: 1 when it was saved, 2 now.*fresh=True"):
+        with pytest.raises(LoopError, match=r"cannot be resumed exactly: threads: 1 when it was saved, 2 now.*fresh=True"):
             made(tmp_path, on_drift="stop", clip=1.0)
         with caplog.at_level(logging.INFO, "flatout"):
             loop, _ = made(tmp_path, batch=4, effective_batch=None, clip=1.0)
     finally:
         torch.set_num_threads(threads)
     assert not loop.resumed.exact
-    for words in ("not bit for bit", "clip: unknown when it was saved, 1.0 now", "batch size of the loader: 2 when it was saved, 4 now",
+    for words in ("not bitwise identical", "clip: unknown when it was saved, 1.0 now", "batch size of the loader: 2 when it was saved, 4 now",
                   "batches in an epoch: 10 when it was saved, 5 now"):
         assert words in caplog.text
     loop.close()
 
 
-def test_saves_that_cannot_be_believed(tmp_path, caplog):
-    """The newest goes aside; where none is left nothing begins anew, unless that is asked for, and then all of them stay."""
+def test_invalid_checkpoints(tmp_path, caplog):
+    """The newest is set aside.
+
+    Where none is left, nothing starts from scratch unless requested, and then all of them stay.
+    """
     loop, _ = train(tmp_path, 5)
     newest = max(tmp_path.glob("step-*"))
     content = bytearray((newest / "tensors.safetensors").read_bytes())
@@ -207,12 +218,12 @@ def test_saves_that_cannot_be_believed(tmp_path, caplog):
     assert loop.resumed.step == 4
     assert [path.parent.name for path in loop.resumed.damaged] == ["damaged"]
     assert "its digest differs" in caplog.text
-    with pytest.raises(StorageError, match=r"keeps saves in .* already"):
+    with pytest.raises(StorageError, match=r"already writes checkpoints in "):
         made(tmp_path)
     loop.close()
     for path in tmp_path.glob("step-*"):
         (path / "manifest.json").write_text("{}")
-    with pytest.raises(SaveError, match="can be believed"):
+    with pytest.raises(SaveError, match="checkpoints in .* are corrupt"):
         made(tmp_path)
     loop, _ = made(tmp_path, fresh=True)
     assert loop.resumed is None
@@ -220,17 +231,17 @@ def test_saves_that_cannot_be_believed(tmp_path, caplog):
     loop.close()
 
 
-def test_a_spoiled_model_is_not_written_over_a_good_one(tmp_path, caplog):
+def test_an_invalid_model_does_not_overwrite_a_good_one(tmp_path, caplog):
     loop, _ = made(tmp_path, on_nan="ignore", steps=4)
     for step in loop:
         if step.index == 1:
             with torch.no_grad():
                 loop.model[0].weight[0, 0] = float("nan")
-    assert "model.0.weight is not finite. Earlier saves stay." in caplog.text
+    assert "model.0.weight is not finite. Earlier checkpoints stay." in caplog.text
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
-def test_what_cannot_be_stored_is_named(tmp_path):
+def test_unsupported_state_is_named(tmp_path):
     class Odd:
         def state_dict(self):
             return {"name": object(), "count": 3}
@@ -250,25 +261,25 @@ def test_what_cannot_be_stored_is_named(tmp_path):
     [({"model": nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))}, SaveError, "does not fit the model of this training"),
      ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
      ({"also": None}, SaveError, "has none of that name now"),
-     ({"also": {"average": 3}}, LoopError, "has state_dict and load_state_dict"),
-     ({"on_drift": "ignore"}, LoopError, 'it is "say" or "stop"'),
+     ({"also": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
+     ({"on_drift": "ignore"}, LoopError, 'Use "say" or "stop"'),
      ({"save_every": 0}, LoopError, "a whole number from 1")],
 )
-def test_what_does_not_fit_is_refused(begun, tmp_path, more, error, words):
+def test_a_mismatched_checkpoint_is_rejected(begun, tmp_path, more, error, words):
     import shutil
 
     shutil.copytree(begun[8], tmp_path / "saves")
     with pytest.raises(error, match=words):
         made(tmp_path / "saves", **{"precision": "fp16", **more})
-    made(tmp_path / "saves", precision="fp16")[0].close()  # whoever was refused does not hold the folder
+    made(tmp_path / "saves", precision="fp16")[0].close()  # a rejected loop does not hold the folder
 
 
-def test_saving_is_asked_for_without_a_folder():
-    with pytest.raises(LoopError, match="name a folder"):
+def test_saving_without_a_folder_is_an_error():
+    with pytest.raises(LoopError, match="need a folder"):
         made(None)
 
 
-def test_a_trial_goes_on_from_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_trial_resumes_nothing_and_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "job.json").write_text(json.dumps({"entry": "flatout.trial.worker:attach"}))
     monkeypatch.setenv("FLATOUT_JOB", str(tmp_path / "job.json"))
     train(tmp_path / "saves", 2)
@@ -284,7 +295,10 @@ def lives():
 
 @pytest.mark.parametrize("number", range(3), ids=["loader workers", "a save every 4 steps", "two ranks"])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
-    """Processes that are really killed, at moments drawn by a seed, until the training is done. No step is lost but the one under way, with a save each."""
+    """Real processes are killed, at moments chosen by a seed, until the training is done.
+
+    With a checkpoint in each step only the current step is lost.
+    """
     found = lives["killed"][number]
     assert found["wrong"] == ""
     assert found["kills"] >= 1
@@ -295,8 +309,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
     ("name", "codes", "handled"),
     [("SIGTERM", [143], False), ("own handler", [143], True), ("SIGUSR1", [138], False), ("SIGINT", [99], False), ("two ranks", [143, 143], False)],
 )
-def test_a_signal_ends_it_after_the_step_and_a_save(lives, name, codes, handled):
-    """99 is the program's own answer to KeyboardInterrupt. Of two ranks only one hears it."""
+def test_a_signal_ends_it_after_the_step_and_a_checkpoint(lives, name, codes, handled):
+    """99 is the program's own answer to KeyboardInterrupt. Only one of two ranks gets the signal."""
     found = lives[name]
     assert found["codes"] == codes
     assert found["saved"] == found["done"] >= 7
@@ -304,7 +318,7 @@ def test_a_signal_ends_it_after_the_step_and_a_save(lives, name, codes, handled)
 
 
 def test_the_second_signal_ends_it_at_once(lives):
-    """In the middle of a step that lasts."""
+    """The signal arrives in the middle of a long step."""
     assert lives["insisted"]["code"] == -15
     assert lives["insisted"]["seconds"] < 10
 
@@ -317,5 +331,5 @@ def test_the_program_of_the_page_does_what_the_page_says(tmp_path, monkeypatch, 
         exec(compile(program, "page", "exec"), {"__name__": "page"})
     first, _, second = capsys.readouterr().out.partition("\n")
     assert first == "96 steps"
-    assert "going on after step 96, in epoch" in second
-    assert ": exactly\n96 steps" in second
+    assert "resuming after step 96, in epoch" in second
+    assert ": bitwise exact\n96 steps" in second

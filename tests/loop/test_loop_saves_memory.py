@@ -1,4 +1,6 @@
-"""Levers that save memory in a Loop, and what accumulation saves: the same losses bit for bit, fewer bytes."""
+"""Levers that save memory in a Loop, and the savings of accumulation: bitwise the same losses,
+fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Block(nn.Module):
 
 
 class Kept:
-    """The most bytes that autograd keeps at any moment, beside parameters and batches."""
+    """The peak of the bytes that autograd keeps, without parameters and batches."""
 
     def __init__(self, *known):
         self.known = {t.untyped_storage().data_ptr() for t in known}
@@ -82,7 +84,7 @@ def test_a_plan_that_saves_memory(value, most):
     assert all("forward" not in vars(module) for module in loop.model.modules())
 
 
-def test_what_cannot_help_here_says_why():
+def test_levers_that_cannot_help_say_why():
     losses, _, loop = trained(plan=Plan((Choice("offload", "activations"), Choice("inplace", True), Choice("memory_budget", 0.5))))
     assert losses == trained()[0]
     reasons = {outcome.choice.name: outcome.reason for outcome in loop.outcomes if not outcome.applied}

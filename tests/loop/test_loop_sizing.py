@@ -1,4 +1,4 @@
-"""The fastest micro-batch that fits: by times that are given, and in a real loop."""
+"""The fastest micro-batch that fits: with given times, and in a real loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.plan.errors import LoopError  # noqa: E402
 
 
 def played(size, ms_of, fits=lambda size: True):
-    """What is chosen where a step in micro-batches of a size takes so long; and the steps that were used."""
+    """The choice where a step in micro-batches of each size takes this long, and the steps used."""
     search = fastest(size)
     candidate, steps = next(search), []
     while True:
@@ -33,7 +33,7 @@ def test_the_fastest_not_the_largest():
     assert "64: 20 ms" in found.sentence()
 
 
-def test_what_does_not_fit_is_not_chosen():
+def test_sizes_that_do_not_fit_are_not_chosen():
     found, steps = played(64, lambda size: 1000.0 / size, lambda size: size <= 16)
     assert found.micro_batch == 16
     assert found.ms[64] is None
@@ -47,7 +47,7 @@ def test_of_two_that_are_as_fast_the_one_with_less_memory():
 
 @given(st.integers(1, 5000), st.floats(0.01, 10), st.floats(0, 10), st.integers(1, 5000))
 def test_whatever_the_times_the_choice_fits_and_is_near_the_best(size, a_part, a_sample, largest):
-    """A step costs something for each part and something for each sample."""
+    """A step has a cost for each part and for each sample."""
     def ms(candidate):
         return a_part * -(-size // candidate) + a_sample * size
 
@@ -76,7 +76,7 @@ def trained(**more):
 
 
 def test_no_step_is_wasted():
-    """Sizes are tried out in steps that train: the losses are those of whole batches."""
+    """Sizes are tried in steps that train: the losses are those of whole batches."""
     plain, _ = trained()
     losses, loop = trained(micro_batch="auto")
     assert losses == pytest.approx(plain, rel=1e-11)
@@ -85,7 +85,7 @@ def test_no_step_is_wasted():
     assert set(loop.sized.ms) >= {32, 16}
 
 
-def test_sizes_that_run_out_of_memory_are_left_behind():
+def test_sizes_that_run_out_of_memory_are_dropped():
     def small_machine(model, batch):
         if len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -99,7 +99,7 @@ def test_sizes_that_run_out_of_memory_are_left_behind():
     assert loop.sized.ms[16] is None
 
 
-def test_what_cannot_be_divided_is_refused_at_once():
+def test_an_unsplittable_batch_is_rejected_at_once():
     def contrastive(model, batch):
         found = model(batch[0])
         return nn.functional.cross_entropy(found @ found.T, torch.arange(len(found)))

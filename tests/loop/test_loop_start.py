@@ -1,4 +1,4 @@
-"""A device and a seed, in words."""
+"""The device and the seed of a Loop, and their messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 
 @NO_GPU
-def test_without_a_gpu_it_is_the_cpu_in_words(caplog):
+def test_without_a_gpu_it_uses_the_cpu_and_says_so(caplog):
     caplog.set_level(logging.INFO, "flatout")
     assert flatout.device() == torch.device("cpu")
     assert "training on the CPU: " in caplog.text
@@ -26,9 +26,9 @@ def test_without_a_gpu_it_is_the_cpu_in_words(caplog):
 
 @NO_GPU
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(LoopError, match=r"'cuda:3' is not to be had: .*flatout doctor"):
+    with pytest.raises(LoopError, match=r"'cuda:3' is not available: .*flatout doctor"):
         flatout.device("cuda:3")
-    with pytest.raises(LoopError, match="none that torch knows"):
+    with pytest.raises(LoopError, match="torch does not know"):
         flatout.device("gpu")
 
 
@@ -44,7 +44,7 @@ def test_a_seed_reaches_every_generator():
 
 
 @pytest.mark.parametrize("value", [-1, 2**32, 1.5, True, "0"])
-def test_a_seed_that_numpy_would_not_take(value):
+def test_a_seed_that_numpy_would_reject(value):
     with pytest.raises(LoopError, match="whole number"):
         flatout.seed(value)
 

@@ -1,4 +1,6 @@
-"""What a Loop refuses, and its words; what it gives beside the loss; precision; what `import flatout` loads."""
+"""Errors and messages of a Loop, its results in addition to the loss, precision, and the imports of `import
+flatout`.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ def loop(loss=loss_fn, loader=None, model=None, **more):
 
 
 def contrastive(model, batch):
-    """Each sample against all others of the batch."""
+    """Compares each sample with all others of the batch."""
     found = nn.functional.normalize(model(batch[0]), dim=1)
     return nn.functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
 
 
 def over_some(model, batch):
-    """The mean over the samples of class 0, without saying so."""
+    """The mean over the samples of class 0, without reporting their number."""
     chosen = batch[1] == 0
     return nn.functional.cross_entropy(model(batch[0])[chosen], batch[1][chosen])
 
@@ -49,18 +51,18 @@ def summed_with_a_count(model, batch):
 
 
 def by_hand_over_the_batch(model, batch):
-    """Batch normalisation that no module tells of, and only in training."""
+    """Batch normalisation in a function, visible in no module, and only in training."""
     x = model(batch[0])
     return nn.functional.cross_entropy((x - x.mean(0)) / x.std(0) if model.training else x, batch[1])
 
 
 @pytest.mark.parametrize("loss", [contrastive, over_some, by_hand_over_the_batch])
 @pytest.mark.parametrize("how", [{"micro_batch": 2}, {"effective_batch": 12}], ids=str)
-def test_what_cannot_be_divided_is_refused(loss, how):
+def test_unsplittable_batches_are_rejected(loss, how):
     with pytest.raises(LoopError, match=r"does not follow from the losses of its parts.*allow_inexact"):
         list(loop(loss, **how))
     assert len(list(loop(loss, allow_inexact=True, on_nan="ignore", **how))) == (4 if "micro_batch" in how else 2)
-    assert len(list(loop(loss, on_nan="ignore"))) == 4  # whole batches are nobody's business
+    assert len(list(loop(loss, on_nan="ignore"))) == 4  # whole batches need no check
 
 
 def test_a_count_that_is_not_averaged_over():
@@ -68,26 +70,26 @@ def test_a_count_that_is_not_averaged_over():
         list(loop(summed_with_a_count, micro_batch=2))
 
 
-def test_what_is_said_of_the_reduction_is_believed():
-    """Then nothing is tried out, and a number beside a sum is not divided by."""
+def test_a_declared_reduction_is_trusted():
+    """Then no check runs, and a number returned with a sum is not used as a divisor."""
     told = list(loop(summed_with_a_count, micro_batch=2, reduction="sum"))
     whole = list(loop(summed_with_a_count))
     assert [float(step.loss) for step in told] == pytest.approx([float(step.loss) for step in whole], rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)], ids=lambda m: type(m).__name__)
-def test_batch_normalisation_is_refused_with_its_name(norm):
-    with pytest.raises(LoopError, match=r"normalises over the batch \(module 1\)"):
+def test_batch_normalisation_is_rejected_with_its_name(norm):
+    with pytest.raises(LoopError, match=r"uses batch normalisation \(module 1\)"):
         list(loop(model=nn.Sequential(nn.Linear(5, 3), norm), micro_batch=2))
 
 
-def test_batch_normalisation_that_is_frozen_divides():
+def test_frozen_batch_normalisation_can_be_split():
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3).eval())
     assert [step.parts for step in loop(model=model, micro_batch=2)] == [3] * 4
 
 
-def test_trying_out_leaves_no_trace():
-    """Running statistics and random states are the same whether a batch is divided or not."""
+def test_the_check_leaves_no_trace():
+    """Running statistics and random states are the same whether or not a batch is split."""
     model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(lambda module, args, out: module.calls.add_(1) and None)
@@ -107,13 +109,13 @@ def test_trying_out_leaves_no_trace():
         ({"epochs": 0}, "epochs=0"), ({"effective_batch": 2.5}, "effective_batch=2.5"), ({"micro_batch": -1}, "micro_batch=-1"), ({"clip": 0}, "clip=0"),
         ({"reduction": "average"}, "reduction='average'"), ({"metrics": {"a": "median"}}, "median"), ({"precision": "half"}, "precision='half'"),
         ({"on_nan": "go"}, "on_nan='go'"),
-        ({"effective_batch": 7}, "Take 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
+        ({"effective_batch": 7}, "Use 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
         ({"loss": lambda model, batch: 3.0}, "gave a float"), ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
         ({"loss": lambda model, batch: model(batch[0]).sum(1), "micro_batch": 2}, r"shape \[6\]"),
         ({"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))] * 2, "effective_batch": 2}, 'reduction="mean"'),
     ],
 )
-def test_a_mistake_is_told_in_words(more, words):
+def test_a_mistake_gets_a_clear_error(more, words):
     with pytest.raises(LoopError, match=words):
         list(loop(**more))
 
@@ -127,12 +129,12 @@ def test_an_optimizer_of_something_else():
         flatout.Loop(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1), loss_fn, [])
 
 
-def test_an_iterator_is_told_apart_from_a_loader():
+def test_an_iterator_is_distinguished_from_a_loader():
     with pytest.raises(LoopError, match="only once"):
         list(loop(loader=iter(batches()), epochs=2))
 
 
-def test_metrics_are_joined_as_asked():
+def test_metrics_are_combined_as_requested():
     def told(model, batch):
         scores = model(batch[0])
         right = (scores.argmax(1) == batch[1]).sum()
@@ -148,13 +150,13 @@ def test_metrics_are_joined_as_asked():
         assert not a.metrics["largest"].requires_grad
 
 
-def test_steps_end_the_loop_and_it_goes_on_from_there():
+def test_steps_end_the_loop_and_it_continues_from_there():
     again = loop(epochs=3, steps=5)
     assert [step.index for step in again] == [0, 1, 2, 3, 4]
     assert [step.index for step in again] == [5, 6, 7, 8, 9]
 
 
-def test_samples_per_s_counts_what_went_by():
+def test_samples_per_s_counts_processed_samples():
     steps = list(loop(epochs=20))
     assert steps[-1].samples_per_s > 0
     assert "Step(79" in repr(steps[-1])
@@ -212,7 +214,7 @@ def test_a_nan_is_traced_to_its_module_before_any_weight_moves():
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [(lambda model, batch: batch[0].fill_(float("nan")), "inputs of module .* are not finite already"),
+    [(lambda model, batch: batch[0].fill_(float("nan")), "inputs of module .* are not finite"),
      (lambda model, batch: model.weight.data.fill_(float("inf")), "parameter weight is not finite")],
     ids=["batch", "weights"],
 )
@@ -251,7 +253,7 @@ X = torch.arange(12.0).reshape(6, 2)
     ],
     ids=["tensor", "tuple", "list", "mapping", "named tuple", "dataclass", "a tensor of the whole batch"],
 )
-def test_parts_of_batches_of_every_make(batch, expected):
+def test_parts_of_batches_of_every_type(batch, expected):
     part = part_of(batch, 2, 4, 6)
     assert type(part) is type(batch)
     assert str(part) == str(expected)
@@ -261,7 +263,7 @@ def test_parts_of_batches_of_every_make(batch, expected):
 
 
 def test_importing_flatout_stays_light():
-    """The library's names are loaded when they are asked for."""
+    """The library's names are loaded on first use."""
     code = "import sys, flatout; assert 'torch' not in sys.modules; flatout.Plan; assert 'torch' not in sys.modules; flatout.Loop; flatout.Step"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'Looop'"):

@@ -1,4 +1,7 @@
-"""Two ranks that share the layers of one model, beside the raw loop in the same process: ``two_parallel_ranks.py RANK FOLDER``. Writes FOLDER/RANK.json."""
+"""Two ranks that share the layers of one model, compared with the raw loop in the same process:
+
+``two_parallel_ranks.py RANK FOLDER``. Writes FOLDER/RANK.json.
+"""
 
 import json
 import sys
@@ -67,7 +70,7 @@ def seen(model, losses, norms):
 
 
 def raw(dtype, loss, window, clip):
-    """As a person writes it: one process, no Loop."""
+    """A hand-written loop: one process, no Loop."""
     model, optimizer = made(dtype)
     batches, losses, norms = data(dtype), [], []
     torch.manual_seed(5)
@@ -86,7 +89,7 @@ def raw(dtype, loss, window, clip):
 
 
 def parallel(dtype, loss, window, clip, **more):
-    model, optimizer = made(dtype, seed=RANK)  # rank 0's weights are everybody's
+    model, optimizer = made(dtype, seed=RANK)  # all ranks use rank 0's weights
     loop = Loop(model, optimizer, loss, data(dtype), steps=STEPS, effective_batch=8 * window, clip=clip, parallel={n: s() for n, s in STYLES.items()}, **more)
     torch.manual_seed(5)
     steps = list(loop)
@@ -124,7 +127,7 @@ def fused(model, optimizer):
 
 
 def blocks(dtype, shared=False):
-    """A model that is cut by its children, one of which is named."""
+    """A model that is split at its children, one of which is named."""
     torch.manual_seed(RANK if distributed.is_initialized() and not shared else 0)
     model = nn.Sequential()
     for name, block in {"body": nn.Linear(6, 16), "first": Block(), "second": Block(), "head": nn.Linear(16, 3)}.items():
@@ -133,7 +136,7 @@ def blocks(dtype, shared=False):
 
 
 def piped(dtype, pipeline, window, micro_batch=None, reduction=None, loss=loss_fn):
-    """What this stage has learned, beside the raw loop over the whole model; weights by name."""
+    """What this stage has learned, and the raw loop over the whole model; weights by name."""
     model, optimizer = blocks(dtype)
     loop = Loop(model, optimizer, loss, data(dtype), steps=STEPS, effective_batch=8 * window, micro_batch=micro_batch, clip=0.5, reduction=reduction,
                 parallel=pipeline)
@@ -182,7 +185,7 @@ results = {
         "batches": words(batches=data(torch.float32)[RANK:], steps=2, parallel={n: s() for n, s in STYLES.items()}),
     },
 }
-nn.Dropout.forward = lambda self, x: x  # masks of micro-batches are other draws
+nn.Dropout.forward = lambda self, x: x  # the masks of micro-batches use other random numbers
 if pipelines.THERE_ARE:
     results["piped"] = {
         "float64": piped(torch.float64, Pipeline(2), 1, micro_batch=2, reduction="mean"),

@@ -1,4 +1,7 @@
-"""What two ranks do when one of them fails, case by case in one pair of processes: ``two_ranks.py RANK FOLDER``. Writes FOLDER/RANK.json."""
+"""The behaviour of two ranks when one fails, case by case in one pair of processes:
+
+``two_ranks.py RANK FOLDER``. Writes FOLDER/RANK.json.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ from flatout.plan.errors import LoopError
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 STEPS, SAMPLES, AT = 3, 8, 1
 ENGINE = torch.autograd.Variable._execution_engine
-EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # into a bucket: what fails inside an exchange cannot be mended
+EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # into a bucket: a failure inside an exchange cannot be fixed
 
 
 class Injector(TorchDispatchMode):
@@ -67,7 +70,7 @@ def data(dtype, steps=STEPS):
 
 
 def train(number=None, phase="gradients", rank=1, at=AT, wrapped=True, loss=loss_fn, dtype=torch.float64, unused=False, parallel=None, steps=STEPS, **more):
-    """Weights, how each step was divided, where it failed on this rank, and the words that it ended with."""
+    """Weights, the split of each step, the place of the failure on this rank, and its final message."""
     torch.manual_seed(0)
     model = Network(unused).to(dtype)
     trained = DistributedDataParallel(model, **(parallel or {"bucket_cap_mb": 0.001}), find_unused_parameters=unused) if wrapped else model
@@ -115,7 +118,7 @@ def at_each(numbers, **how):
 
 
 def halved(model, batch):
-    """A machine for two samples at once on rank 1, and for four on rank 0."""
+    """A machine with room for two samples at once on rank 1, and for four on rank 0."""
     if len(batch[0]) > (4, 2)[RANK]:
         raise torch.OutOfMemoryError("out of memory")
     return loss_fn(model, batch)
@@ -132,7 +135,7 @@ def nan_on_one(model, batch):
 
 
 def contrastive_on_one(model, batch):
-    """On rank 1 the loss of a batch does not follow from those of its parts."""
+    """On rank 1 the loss of a batch does not follow from the losses of its parts."""
     found = model(batch[0])
     return nn.functional.cross_entropy(found @ found.T if RANK else found, torch.arange(len(found)) % 3)
 
@@ -174,6 +177,7 @@ calls.clear()
 results["ended"] = train(loss=user_error)
 distributed.barrier()
 (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
-# The last case: a rank goes without a word, in the middle of a step. The other one must not wait for it.
+# The last case: a rank vanishes without a message in the middle of a step. The other one must not wait for
+# it.
 calls.clear()
 print(train(loss=gone)["words"])

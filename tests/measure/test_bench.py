@@ -70,7 +70,7 @@ def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
 
 def test_a_disk_without_room_is_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "FILE_BYTES", 1)
-    assert bench.disk(tmp_path).note.startswith("not run: too little room")
+    assert bench.disk(tmp_path).note.startswith("not run: too little space")
     assert bench.disk(tmp_path / "none").note.startswith("not run: ")
 
 
@@ -87,7 +87,7 @@ def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
     """The error names the cause and the next command."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ceilings.__file__.rpartition('/flatout/')[0]}")
-    with pytest.raises(NothingMeasured, match=r"libcudart\.so\.13.*`flatout doctor` says what is wrong"):
+    with pytest.raises(NothingMeasured, match=r"libcudart\.so\.13.*Run `flatout doctor` to see what is wrong"):
         ceilings.measure(Facts(cores=1), tmp_path, lambda words: None)
 
 

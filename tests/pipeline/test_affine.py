@@ -94,10 +94,10 @@ def test_any_map(same, mode, name, angle, scale, shear, height, width, seed):
 
 
 @pytest.mark.parametrize(("transform", "form", "words"), [
-    (v1.RandomRotation(9, Mode.BICUBIC), Form("pil", mode="RGB"), "by the bicubic filter"), (v1.RandomRotation(9, expand=True), Form("tensor"), "expand"),
+    (v1.RandomRotation(9, Mode.BICUBIC), Form("pil", mode="RGB"), "with the bicubic filter"), (v1.RandomRotation(9, expand=True), Form("tensor"), "expand"),
     (v1.RandomRotation(9), Form("pil", mode="RGBA"), "RGBA"), (v1.RandomAffine(9), Form("tensor", torch.float64), "float64"),
-    (v1.RandomAffine(9, fill=300), Form("pil", mode="RGB"), "no byte"), (v2.RandomAffine(9, fill={"others": 3}), Form("tensor"), "not a number"),
-    (v1.RandomAffine(9, fill=(1, 2)), Form("pil", mode="RGB"), "not a number"),
+    (v1.RandomAffine(9, fill=300), Form("pil", mode="RGB"), "not a byte"), (v2.RandomAffine(9, fill={"others": 3}), Form("tensor"), "neither a number"),
+    (v1.RandomAffine(9, fill=(1, 2)), Form("pil", mode="RGB"), "neither a number"),
 ])
 def test_what_is_left_alone(transform, form, words):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"

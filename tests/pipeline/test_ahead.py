@@ -53,7 +53,7 @@ def test_one_thread_at_a_time_fetches():
 
 def test_what_draws_stays_in_the_programs_own_thread():
     said = same_as_plain(lambda: epochs(Pictures(augmented())), THREAD)
-    assert said == ["fetching a sample draws random numbers, whose order a second thread would change"]
+    assert said == ["fetching a sample draws random numbers, and a second thread would change their order"]
 
 
 @pytest.mark.parametrize("size", [1, 5, 23, 24, 40])

@@ -71,7 +71,7 @@ def test_what_draws_from_pythons_random_is_left_alone(transform):
 
 
 def test_ways_that_part_are_refused():
-    with pytest.raises(Unknown, match="some images would come out as"):
+    with pytest.raises(Unknown, match="some images would become"):
         read(v2.RandomApply([v2.Grayscale(1)]), Form("pil", mode="RGB"))
     with pytest.raises(Unknown, match="some images would be"):
         read(v2.RandomApply([v2.Grayscale(1)]), Form("tensor")).shape(Shape(3, 8, 8))

@@ -74,7 +74,7 @@ def fixed_10():
 def test_data_sets_of_many_kinds(name, levers):
     said = same_as_plain(lambda: epochs(FOUND[name]()), *levers)
     if levers == (BATCHED,):
-        assert said == (["Lambda is not one of the transforms that can be done to a batch"] if name == "wrapped outside" else [])
+        assert said == (["Lambda is not a transform that can run on batches"] if name == "wrapped outside" else [])
 
 
 def test_images_of_a_folder_are_kept_whatever_their_files_tell(tmp_path):

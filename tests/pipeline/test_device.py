@@ -202,7 +202,7 @@ def test_what_needs_single_samples_does_not_lie_on_the_device():
     expected, expected_end = plain(dataset)
     assert same(found, expected)
     assert torch.equal(end, expected_end)
-    assert any("not all of it can lie on the device" in sentence for sentence in told)
+    assert any("not all of it can be on the device" in sentence for sentence in told)
 
 
 def test_what_names_a_device(monkeypatch):

@@ -39,13 +39,13 @@ def test_values_of_bytes(same, family):
 
 def test_pil_images_are_version_twos(same):
     same(v2.RandomErasing(0.8, value=7), "pil-rgb", count=20)
-    with pytest.raises(Unknown, match="not done in batches"):
+    with pytest.raises(Unknown, match="does not run in batches"):
         READERS["v1.RandomErasing"](v1.RandomErasing(), Form("pil", mode="RGB"))
 
 
 @pytest.mark.parametrize(("arguments", "form", "words"), [
-    ({"value": "random"}, Form("tensor"), "no byte"), ({"value": 300}, Form("tensor"), "no byte"), ({"value": -1}, Form("tensor"), "no byte"),
-    ({"inplace": True}, Form("tensor", torch.float32), "in place"), ({}, Form("tensor", torch.float64), "not done in batches"),
+    ({"value": "random"}, Form("tensor"), "outside 0"), ({"value": 300}, Form("tensor"), "outside 0"), ({"value": -1}, Form("tensor"), "outside 0"),
+    ({"inplace": True}, Form("tensor", torch.float32), "in place"), ({}, Form("tensor", torch.float64), "does not run in batches"),
 ])
 def test_what_is_left_alone(arguments, form, words):
     for family in (v1, v2):

@@ -134,5 +134,5 @@ def test_a_pillow_of_another_kind_is_left_alone(monkeypatch):
 
 def test_a_bound_below_the_shorter_side_is_refused():
     transform = v2.Resize(20, max_size=20)
-    with pytest.raises(ValueError, match="has to exceed"):
+    with pytest.raises(ValueError, match="must exceed"):
         READERS["v2.Resize"](transform, Form("tensor")).shape(Shape(3, 40, 50))

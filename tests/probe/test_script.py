@@ -181,5 +181,5 @@ def test_a_notebook_names_its_cells(tmp_path: Path):
     place = source.place(next(node for node in source.calls if source.dotted(node.func) == "torch.load"))
     assert (place.file, place.line) == (f"{file}[3]", 2)
     file.write_text('{"cells": 3}')
-    with pytest.raises(Unreadable, match="no notebook"):
+    with pytest.raises(Unreadable, match="not a readable notebook"):
         Source.read(file)

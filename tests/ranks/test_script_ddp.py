@@ -76,7 +76,7 @@ def test_a_script_that_keeps_gradients_is_left_alone(two):
         assert life["digests"] == rank["keeps"]["plain"]["digests"]
         assert not any(each["views"] for each in life["held"])
         assert not any(each["views"] for each in rank["keeps"]["one rank"]["held"])  # what one rank has seen holds for all
-        assert life["reports"] == rank["keeps"]["one rank"]["reports"] == [["ddp_flags", f"gradient_as_bucket_view is left out: {KEEPS}"]]
+        assert life["reports"] == rank["keeps"]["one rank"]["reports"] == [["ddp_flags", f"gradient_as_bucket_view is not used: {KEEPS}"]]
 
 
 def test_a_static_graph_is_seen_first(two):
@@ -88,8 +88,8 @@ def test_a_static_graph_is_seen_first(two):
         plain, life = case["changing"]
         assert life["digests"] == plain["digests"]
         assert not any(each["static"] for each in life["held"])
-        assert life["reports"] == [["ddp_flags", "static_graph is left out: the parameters do not get their gradients in the same order in each pass"]]
-        assert "the script does not ask for it (find_unused_parameters)" in case["needless"]
+        assert life["reports"] == [["ddp_flags", "static_graph is not used: the order in which parameters get their gradients differs between passes"]]
+        assert "the script does not set find_unused_parameters" in case["needless"]
         assert case["and bf16"] == two[0]["static"]["and bf16"]
         assert [each[:2] for each in case["and bf16"]] == [["gradients sent by flatout", True]] * 2
 
@@ -115,11 +115,11 @@ def test_what_is_offered(two):
         views, quiet = {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}
         assert case["flags"] == [[{**views, **quiet}, views, quiet], "exact"]
         assert case["batch norm"] == [[views], "exact"]
-        assert case["own views"] == [[[quiet], "exact"], "the script has set gradient_as_bucket_view itself, and no broadcast of buffers could be left out"]
+        assert case["own views"] == [[[quiet], "exact"], "the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped"]
         assert case["compression"] == [["bf16", "fp16"], None]
-        assert case["hooked"] == ["the script has registered a communication hook of its own, which stays"] * 2
-        assert case["single"] == ["the program's DistributedDataParallel has one rank, so nothing travels"] * 2
-        assert case["frozen"] == ["the program's DistributedDataParallel has parameters that were frozen later, and such a one is left alone"] * 2
+        assert case["hooked"] == ["the script has registered its own communication hook, which stays"] * 2
+        assert case["single"] == ["the program's DistributedDataParallel has one rank, so nothing is exchanged"] * 2
+        assert case["frozen"] == ["the program's DistributedDataParallel uses parameters that were frozen later, which this lever does not support"] * 2
 
 
 @pytest.mark.parametrize(("way", "within", "first"), [("bf16", 2.0**-7, 3), ("fp16", 2.0**-10, 4), ("powersgd", 0.5, 4)])
@@ -148,7 +148,7 @@ def test_levers_are_switched_beside_one_another(two):
         case, ours = rank["both"], "gradients sent by flatout"
         assert case["hooks"] == [""] * 7 + [ours] * 3 + [""] * 5 + [ours] * 3 + ["allreduce_hook"] * 6
         assert case["views"] == [False] * 6 + [True] * 7 + [False] * 11
-        assert case["later"] == "the script has registered a communication hook of its own, which stays"
+        assert case["later"] == "the script has registered its own communication hook, which stays"
     assert two[0]["both"]["same weights"] == two[1]["both"]["same weights"]
 
 
@@ -187,7 +187,7 @@ def test_what_is_left_out_later_is_said_in_a_real_run(flatout):
     under = flatout("run", "--plan", "none", "--with", "ddp_flags", "python", *TORCHRUN, str(program), ".", "12", "keeps")
     assert under.code == 0, under.err
     assert "applied ddp_flags(gradient_as_bucket_view=True, broadcast_buffers=False)" in under.err
-    assert under.err.count(f"flatout: ddp_flags: gradient_as_bucket_view is left out: {KEEPS}") == 1
+    assert under.err.count(f"flatout: ddp_flags: gradient_as_bucket_view is not used: {KEEPS}") == 1
     told = [(flatout.folder / f"seen.{rank}").read_text().split() for rank in (0, 1)]
     assert len(told[0]) == 12
     assert told[0] == told[1]

@@ -51,7 +51,7 @@ def test_nobody_sends_what_another_does_not_expect(found):
     for rank in found:
         assert [rank["ways"][f"{way} late"] for way in DIGITS] == [rank["ways"]["plain"][0]["sent"]] * 2
         assert rank["ways"]["wanted again"]
-        assert rank["ways"]["offered"] == [["bf16", "fp16"], "each bucket size that this lever tries puts the gradients into the same buckets"]
+        assert rank["ways"]["offered"] == [["bf16", "fp16"], "all bucket sizes that this lever tries give the same buckets"]
 
 
 def test_the_exchange_is_heard_inside_the_backward_pass(found):

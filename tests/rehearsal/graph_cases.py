@@ -178,7 +178,7 @@ def a_number_outside_of_the_modules_is_found_by_a_check():
         t.steps(3)  # watched, recorded at the third call
         OUTSIDE["factor"] = 2.0
         t.steps(6)
-    return twins(train, Global, least=0, said="does not repeat what was recorded")
+    return twins(train, Global, least=0, said="does not repeat its recording")
 
 
 TABLE = {}

@@ -79,8 +79,8 @@ def test_levers_see_the_device_alone(tmp_path, device, seen):
 
 @pytest.mark.parametrize(("device", "says"), [
     ("cuda:2", r"no device cuda:2\. torch sees cpu, cuda:0 \(.+\), cuda:1 \(.+\)\. Try `flatout run --device cuda:1 train\.py`"),
-    ("cuda", "the script names no accelerator: it has trained on the CPU, and --device cuda has changed nothing"),
+    ("cuda", "the script names no accelerator: it trained on the CPU, and --device cuda had no effect"),
 ])
-def test_what_is_said(tmp_path, device, says):
+def test_messages(tmp_path, device, says):
     (tmp_path / "train.py").write_text("import torch\nlayer = torch.nn.Linear(2, 2)\nlayer(torch.ones(1, 2)).sum().backward()\n")
     assert re.search(says, on_cards(tmp_path, "flatout", "run", "--device", device, "train.py").stderr)

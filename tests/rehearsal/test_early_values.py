@@ -73,6 +73,6 @@ def test_an_interrupted_run_resumes_to_the_same_lines(plain, tmp_path):
     command = (*WITH[1:], "--resume", "python", *GAN)
     said = interrupted(tmp_path, 2, *command)
     again = on_cards(tmp_path, "flatout", *command, waits=tmp_path / "waits")
-    assert "going on exactly after step" in again.stderr, again.stderr
+    assert "resumed exactly after step" in again.stderr, again.stderr
     assert said + again.stdout.splitlines() == plain[0]["two models on the second card"]
     assert sum(count for (call, _, _), count in waits_in(tmp_path / "waits").items() if call == "cudaEventSynchronize") > 64  # also after it has resumed

@@ -48,7 +48,7 @@ def test_a_trial_measures_an_optimizer_that_calls_its_closure(tmp_path):
     """It calls it for so long that its passes are what is measured: from the middle of the first step on, by the card's clock."""
     done = on_cards(tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"), "--pause", "0.4")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"8 steps measured after \d+ to warm up, [\d.]+ ms a backward", done.stdout + done.stderr)
+    assert re.search(r"8 steps measured after \d+ warm-up steps, [\d.]+ ms per backward", done.stdout + done.stderr)
 
 
 def test_memory_and_time_are_those_of_the_models_card_without_what_we_take_of_them(tmp_path, monkeypatch):

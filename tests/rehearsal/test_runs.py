@@ -110,8 +110,8 @@ def test_an_interrupted_run_goes_on_to_the_same_lines(name, plain, tmp_path):
     command = ["run", "--plan", "none", "--resume", "python", *RUNS[name]]
     said = interrupted(tmp_path, 3, *command)
     again = on_cards(tmp_path, "flatout", *command)
-    assert "going on exactly after step" in again.stderr, again.stderr
-    assert "cannot be followed" not in again.stderr
+    assert "resumed exactly after step" in again.stderr, again.stderr
+    assert "cannot be replayed" not in again.stderr
     assert said + lines(again) == plain[name]
 
 

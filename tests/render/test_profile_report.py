@@ -69,7 +69,7 @@ def test_the_roof_is_drawn_only_where_it_was_measured():
                          ids=["empty", "failed", "healthy"])
 def test_less_makes_a_shorter_page(record):
     page = words_of(record)
-    assert "What was found" not in page
+    assert "Findings" not in page
     assert ("could not be profiled" in page) == (record.status == "failed")
 
 

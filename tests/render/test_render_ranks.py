@@ -17,7 +17,7 @@ def test_ranks_beside_one_process(recorded):
         ("rank 0, node0", "1.20 ms", "88.0 ms", "22.8 ms", "32.0"), ("rank 1, node1", "14.0 ms", "93.0 ms", "5.00 ms", "32.0"),
     ]
     said = ranks_story.remarks(session.ranks)
-    assert said[0] == "Each rank hands 4.50 MiB of gradients to the exchange in a step."
+    assert said[0] == "Each rank contributes 4.50 MiB of gradients to the exchange in each step."
     assert said[1].startswith("9.1 ms of a step of 112.0 ms go into waiting")
     assert said[1].endswith("for its data, the others 1.2 ms.")
 
@@ -25,8 +25,8 @@ def test_ranks_beside_one_process(recorded):
 @pytest.mark.parametrize(
     ("ratio", "why_not", "said"),
     [
-        (Ratio(0.8, 0.7, 0.9, 3), "", "One process is faster here: leave the ranks away."),
-        (Ratio(3.1, 2.9, 3.3, 3), "", "Ranks alone cannot bring that much"),
+        (Ratio(0.8, 0.7, 0.9, 3), "", "One process is faster here: run without ranks."),
+        (Ratio(3.1, 2.9, 3.3, 3), "", "Ranks alone cannot explain that"),
         (None, "one process of it could not be measured", "2 ranks; one process of it could not be measured."),
         (None, "", "2 ranks."),
     ],
@@ -39,7 +39,7 @@ def test_ranks_that_surprise(recorded, ratio, why_not, said):
 
 def test_ranks_that_go_evenly_or_were_not_heard(recorded):
     found = recorded("session").ranks
-    assert ranks_story.remarks(replace(found, imbalance=""))[1] == "The ranks go evenly: none is waited for more than the others."
+    assert ranks_story.remarks(replace(found, imbalance=""))[1] == "The ranks are balanced: none is waited for more than the others."
     unheard = replace(found, imbalance="", paces=[], sent_bytes=0.0, why_not="the pace could not be heard")
     assert ranks_story.remarks(unheard) == ["The pace could not be heard."]
     assert ranks_story.rank_bars(replace(found, paces=[])) is None
@@ -47,5 +47,5 @@ def test_ranks_that_go_evenly_or_were_not_heard(recorded):
 
 def test_levers_by_name(recorded):
     first, second = map(story.named_sentence, recorded("session").named)
-    assert first == "1.31x (1.20–1.40, n=4) as fast; after 10 losses its loss is 1.41, the plain program's 1.38 (mean of the last 1)."
+    assert first == "1.31x (1.20–1.40, n=4) as fast; after 10 losses its loss is 1.41, the plain program's is 1.38 (mean of the last 1)."
     assert second == "not measured: the program does not survive it."

@@ -113,7 +113,7 @@ def test_the_page_says_what_each_effect_is_and_what_has_fewer_bits(recorded):
         lever.effect, lever.status = effect.value, "rejected"
     text = checked(session).text
     assert "with the same results up to bfloat16 products" in text
-    for words in ("Every bit of the results stays", "otherwise in the same number format", "multiplied or sent in half precision", "other random draws"):
+    for words in ("stay the same, bit for bit", "in the same number format", "communication in half precision", "different random draws"):
         assert words in text
 
 
@@ -127,7 +127,7 @@ def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
 
 def test_what_was_predicted_stands_beside_what_was_measured(recorded):
     session = recorded("session")
-    assert "What the profile had predicted" not in checked(session).text
+    assert "Predictions of the profile" not in checked(session).text
     session.predictions = [Prediction("FL151", "optimizer_share", Ratio(1.2, 1.1, 1.3, 9), "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
                            Prediction("FL150", "data_wait", Ratio(1.8, 1.6, 2.0, 9))]
     text = checked(session).text
@@ -183,7 +183,7 @@ def test_losses_that_are_no_numbers_are_gaps_and_are_counted(recorded):
     session = recorded("session")
     session.guard.plain_losses = [[3.0, 2.0, 1.5, 1.4]]
     session.guard.tuned_losses = [[3.0, 2.0, math.nan, math.inf]]
-    assert "2 of the tuned losses cannot be drawn (not finite), the first at position 3." in checked(session).text
+    assert "2 of the tuned losses are not finite and not shown; the first is at position 3." in checked(session).text
     session.guard.tuned_losses = []
     assert "There is no tuned curve." in checked(session).text
 

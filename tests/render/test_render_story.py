@@ -53,10 +53,10 @@ def test_spelling(said, expected):
         ("done", Ratio(1.31, 1.28, 1.35, 6), "not checked", "1.31 times as fast, results not checked"),
         ("done", Ratio(1.31, 1.28, 1.35, 6), "failed", "1.31 times as fast, but the results changed"),
         ("done", Ratio(1.04, 0.99, 1.08, 6), "same", "Probably 1.04 times as fast, same results"),
-        ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster plan found: the program is best run as it is"),
+        ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster plan found: run the program as it is"),
         ("running", Ratio(1.04, 0.99, 1.08, 6), "not checked", "Still tuning: so far probably 1.04 times as fast, results not checked"),
-        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster plan found: the program is best run as it is"),
-        ("done", None, "not checked", "No faster plan found: the program is best run as it is"),
+        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster plan found: run the program as it is"),
+        ("done", None, "not checked", "No faster plan found: run the program as it is"),
         ("running", Ratio(1.31, 1.28, 1.35, 6), "not checked", "Still tuning: so far 1.31 times as fast, results not checked"),
         ("failed", None, "not checked", "The tuning failed"),
     ],
@@ -71,8 +71,8 @@ def test_headline(recorded, status, speedup, verdict, expected):
     ("steps", "warm", "expected"),
     [
         (12, 3120.0, "At step 12: the tuned program warms up for 1.2 s longer, and each step saves 104 ms."),
-        (0, 100.0, "From the first step: there is no extra warm-up to repay, and each step saves 104 ms."),
-        (None, 3120.0, "At which step is not known."),
+        (0, 100.0, "From the first step: the plan needs no extra warm-up, and each step saves 104 ms."),
+        (None, 3120.0, "The step is not known."),
     ],
 )
 def test_payback(recorded, steps, warm, expected):
@@ -97,8 +97,8 @@ def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
 def test_other_programs_are_named(recorded):
     session = recorded("session")
     assert story.other_programs(session) == ""
-    session.disturbance = "other programs keep 1.0 of 2 cores busy (python (pid 7))"
-    assert story.other_programs(session) == f"{session.disturbance}; on a quiet machine another plan may be the fastest"
+    session.disturbance = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
+    assert story.other_programs(session) == f"{session.disturbance}; on an idle machine another plan may be the fastest"
 
 
 def test_what_could_not_be_seen_is_no_verdict(recorded):
@@ -109,7 +109,7 @@ def test_what_could_not_be_seen_is_no_verdict(recorded):
     assert story.message(session) == "One pair confirms nothing."
 
 
-@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster, beside the others"), ("applied", 0.98, "probably faster, beside the others"),
+@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster with the other levers"), ("applied", 0.98, "probably faster with the other levers"),
                                                      ("applied", None, "measured only as part of the plan"), ("rejected", 1.1, "")])
 def test_why_a_lever_is_applied(recorded, status, low, says):
     lever = recorded("session").levers[0]

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.plan.words import Origin
-from flatout.render import plan_table, session_tables
+from flatout.render import plan_table, session_tables, why_left_out
 
 RECORD = json.loads((Path(__file__).parent / "session.json").read_text(encoding="utf-8"))
 
@@ -42,9 +42,17 @@ def test_verdict_first_and_the_next_command_last(recorded, name, first, last, wi
     assert (lines[0], lines[-1]) == (first, last)
 
 
-def test_applied_then_rejected_then_skipped(recorded):
-    lines = shown(session_tables(recorded("session")), 80)
-    assert [line for line in lines if line in ("applied", "rejected", "skipped")] == ["applied", "rejected", "skipped"]
+def test_levers_below_their_reason_and_the_left_out_ones_in_a_line(recorded):
+    session = recorded("session")
+    lines = shown(session_tables(session), 80)
+    headings = [line.partition(":")[0] for line in lines if line.startswith(("applied", "rejected"))]
+    assert headings == sorted(headings)
+    assert {"applied", "rejected"} == set(headings)
+    skipped = [lever for lever in session.levers if lever.status == "skipped"]
+    assert f"{len(skipped)} levers left out; `flatout levers --why` says why" in lines
+    assert not any(lever.reason in line for lever in skipped for line in lines)
+    why = "\n".join(shown(why_left_out(session), 200))
+    assert all(lever.name in why and lever.reason in why for lever in skipped)
     text = "\n".join(lines)
     for name in ("malloc=tcmalloc", "1.17x (1.14-1.21)", "loader(workers=2,", "batched_transforms"):
         assert name in text
@@ -100,7 +108,7 @@ def test_a_plan_with_the_code_that_does_the_same(width):
         "    model = model.to(memory_format=torch.channels_last)",
         "    x = x.to(memory_format=torch.channels_last)",
         "",
-        "loader = workers=2   asked for by you",
+        "loader = workers=2   requested by you",
         "  but: this program has no DataLoader",
         "",
         "not in the Plan",

@@ -1,4 +1,6 @@
-"""A program's undisturbed life, and one that is interrupted: killed in its middle under ``flatout run --resume``, and typed again."""
+"""The undisturbed run of a program, and interrupted runs: killed in the middle under ``flatout run --resume``
+and started again.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from traps import STEPS, Trap
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
-# Of each life that is ended early: saved after this step, and killed after that.
+# For each run that is ended early: the step after which it saves, and the step after which it is killed.
 ONCE, TWICE, BEFORE_ITS_NEXT_SAVE = ((10, 16),), ((8, 12), (16, 20)), ((8, 12), (99, 14))
 COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
-GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
+GOES_ON, REFUSES = "flatout: resumed exactly after step", "flatout: cannot resume exactly: "
 REFUSED = 10
 LIMIT_S = 90
 
@@ -35,7 +37,7 @@ class Done:
 
 
 class Programs:
-    """Runs programs in processes that are forked from one that has imported torch: that takes four seconds."""
+    """Runs programs in forks of a process that has imported torch, because the import takes four seconds."""
 
     def __init__(self) -> None:
         self._warm: subprocess.Popen[str] | None = None
@@ -58,14 +60,15 @@ class Programs:
 
     def close(self) -> None:
         if self._warm is not None:
-            self._warm.kill()  # its end of the pipe may live on in processes that were forked from this one
+            self._warm.kill()  # its end of the pipe may stay open in processes forked from this one
             self._warm.wait()
 
 
 @dataclass
 class Lives:
-    """``verdict``: right, refused, anew (there was nothing that could be gone on with), unkilled (it had come to its end before), WRONG, crashed; ``why`` it is
-    that; ``after`` which step it was gone on with."""
+    """``verdict``: right, refused, anew (no checkpoint to resume from), unkilled (it completed before the
+    kill), WRONG or crashed. ``why`` is the reason; ``after`` is the step of the resume point.
+    """
 
     verdict: str
     why: str = ""
@@ -76,11 +79,11 @@ def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int
     """``off``: checks of ``mutants.py`` that are switched off."""
     work = folder / "work"
     write(work, trap)
-    said: list[str] = []  # by the lives that were killed, each up to where the next one went on
+    said: list[str] = []  # printed by the killed runs, each up to the step at which the next one resumed
     for number, (save, kill) in enumerate(kills):
         saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
         killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
-        if number and killed.code in (0, REFUSED):  # it has come to its end already
+        if number and killed.code in (0, REFUSED):  # it has already completed
             return judged(trap, undisturbed(programs, folder, trap) if not (killed.code or trap.itself) else [], said, killed, [])
         if killed.code != -9:
             same = killed.code == 0 and (trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap))
@@ -95,7 +98,7 @@ def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int
 
 
 def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
-    """What it prints when nobody kills it, without flatout."""
+    """The program's output without flatout and without a kill."""
     write(folder / "undisturbed", trap)
     done = programs(folder / "undisturbed", ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
     assert done.code == 0, done.err
@@ -126,19 +129,25 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
 
 
 def went_on_after(life: Done) -> int:
-    """A step; 0 where it began anew."""
+    """The step of the resume point; 0 where it started from scratch."""
     return next((int(line.removeprefix(GOES_ON).partition(",")[0]) for line in life.said if line.startswith(GOES_ON)), 0)
 
 
 def up_to(lines: list[str], after: int) -> list[str]:
-    """What was said by lives that were gone on with after a step: of what says its step, that of the steps before."""
+    """The output of runs that were resumed after a step.
+
+    Lines that name their step are kept up to that step.
+    """
     steps = [line for line in lines if line.startswith("step ")][:after]
     return [line for line in lines if not line.startswith("step ")] + steps if after else []
 
 
 def strange(killed: list[str], told: list[str]) -> str:
-    """What the lives say of themselves, where that does not fit together: what the first said at its beginning must be what the last says at its end, and
-    the ways that they went must be those that have led to the end."""
+    """The contradictions in what the runs report about themselves.
+
+    The first report at the start must equal the last report at the end, and their control flow must lead to
+    the same end.
+    """
     began = [line.removeprefix("began ") for line in (*killed, *told) if line.startswith("began ")]
     ended = [line.removeprefix("end ") for line in told if line.startswith("end ")]
     if not ended or "False" in ended[-1]:

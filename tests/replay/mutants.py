@@ -1,6 +1,8 @@
-"""Checks of exact resume, each switched off: a few words of a source of flatout, that are read otherwise where TRAP_OFF names the check.
+"""Checks of exact resume, each of which can be switched off: a few words in flatout's source are replaced
+where TRAP_OFF names the check.
 
-A check matters where a program that was refused, or right, goes on wrongly without it. ``site/sitecustomize.py`` has it switched off in each life of a program.
+A check matters if some program that is rejected, or right, resumes wrongly without it.
+``site/sitecustomize.py`` switches it off in each run of a program.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ REPLAY = "flatout.replay."
 
 @dataclass(frozen=True)
 class Check:
-    """Some ``words`` of a module become others. ``traps``: those that show it, refused or right with it. ``beside``: another check, off in both cases, that
-    hides this one. ``why``: where no program goes on wrongly without it, what it is for."""
+    """Replaces some ``words`` of a module.
+
+    ``traps``: programs that show the check, rejected or right with it. ``beside``: another check that hides
+    this one, off in both cases. ``why``: its purpose, where no program resumes wrongly without it.
+    """
 
     what: str
     module: str
@@ -32,7 +37,7 @@ def check(name: str, what: str, module: str, before: str, after: str, *traps: st
     CHECKS[name] = Check(what, module if module.startswith("flatout") else REPLAY + module, (before, after), traps, beside, why)
 
 
-# -- the way that it goes -------------------------------------------------------------------------------------------------------
+# -- the control flow --------------------------------------------------------------------------------------------------------------
 
 check("byte", "each value comes where it came the first time: a byte of the way beside it", "tape",
       "if entries.checks[at] != self.flow & 255:", "if False:", "other_place_before_the_save")
@@ -41,20 +46,20 @@ check("mark", "each step ends after the same way", "tape",
 check("left_over", "no value is left over at the seam", "tape",
       "if self._at != len(self.entries.codes):", "if False:", "reads_less_before_the_save")
 check("more", "no more values are asked for than there are", "tape",
-      'self.refuse(f"in step {self.steps + 1} the program asks for more than it did the first time")', "return 0.0", "reads_more_before_the_save")
+      'self.refuse(f"in step {self.steps + 1} the script reads more values than in the first run")', "return 0.0", "reads_more_before_the_save")
 check("ended", "a program does not end before it comes to its save", "flatout.cli.resuming",
       "if again.going:", "if False:", "leaves_early")
 check("large", "a value that was too large to be kept is the same when it is computed again", "hearing",
       "if zlib.crc32(encoded(again)[1]) != value.digest:", "if False:", "large_list_of_the_machine", beside="plain")
 check("large_computed", "a value that was too large to be kept is not asked of a tensor without values", "hearing",
-      'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")',
+      'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps")',
       "return [0.0] * args[0].numel()", "large_list_that_was_computed", beside="plain")
 check("threads", "what another thread reads from a clock is not the program's way", "hearing",
       "if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:\n            return self._really(*args, **kwargs)",
       "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)", "thread_reads_the_same_clock",
       beside="plain")
 
-# -- what it has come to --------------------------------------------------------------------------------------------------------
+# -- the resulting state -----------------------------------------------------------------------------------------------------------
 
 check("plain", "plain values are those of the save", "seam", "if differ:", "if False:",
       "process_number_kept", "uuid_kept", "drawn_before_torch")
@@ -67,15 +72,15 @@ check("digests", "what was there before the training is there again", "seam", "i
       "large_noise_of_the_machine")
 check("others", "no variable leads to a tensor that looks as if it had values", "seam", "if others:", "if False:", "weights_of_a_thread_known_weakly",
       "teacher_in_a_generator_in_a_zip")
-check("generators", "random generators are of the same kind", "seam", 'self.refuse(f"`{path}` was another kind of random generator")', "pass",
+check("generators", "random generators are of the same kind", "seam", 'self.refuse(f"`{path}` was another type of random generator in the first run")', "pass",
       "generator_of_another_kind")
 check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_in_a_cycle", beside="plain")
-check("complete", "all objects can be looked through", "seam", 'unsound = [] if world.complete else ["it holds more objects than can be looked through"]',
+check("complete", "all objects can be looked through", "seam", 'unsound = [] if world.complete else ["it holds more objects than can be inspected"]',
       "unsound = []", "more_than_can_be_looked_through")
 check("workers", "workers have given as many batches", "batches", 'if stood["given"] != iterator.given:', "if False:", "loader_asked_once_more",
       why="each batch is an event and a value of the way, and what is compared of these comes first")
 
-# -- after the seam -------------------------------------------------------------------------------------------------------------
+# -- after the resume point --------------------------------------------------------------------------------------------------------
 
 check("tripped", "nothing reads a tensor that has no values", "skeleton",
       "return Skeleton.reached(func, args, kwargs or {})",
@@ -83,26 +88,26 @@ check("tripped", "nothing reads a tensor that has no values", "skeleton",
       "**(kwargs or {}))",
       "loader_in_a_cycle")
 check("trips", "no backward pass goes through the seam", "seam",
-      'self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")', "return None", "hidden_state_with_its_graph")
+      'self.refuse(f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved")', "return None", "hidden_state_with_its_graph")
 
-# -- outside of it --------------------------------------------------------------------------------------------------------------
+# -- outside of the program --------------------------------------------------------------------------------------------------------
 
 check("read_again", "a file that was read has not changed", "files", "if stood != stands:", "if False:", "numbers_change_meanwhile", beside="plain")
 check("future", "no file is read that was written after the save", "files", "if key in self.future:", "if False:", "disk_without_other_names")
 check("adds", "nothing is added to a file that was written anew after the save", "files", 'if key in self.future and "a" in mode:', "if False:",
       "log_that_gets_another_header_on_a_disk_without_other_names")
 check("databases", "no database is kept", "files",
-      'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))', "pass",
+      'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True))', "pass",
       "rows_in_a_database")
 check("programs", "no other programs are started while it trains", "files",
-      'ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))', "pass",
+      'ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs during training"))', "pass",
       "another_program_writes")
 check("parts", "no parts of a file are changed", "files", 'if self.tape.hears and mode not in ("r", "c", "readonly", "copyonwrite"):', "if False:",
       "array_in_a_file")
 check("by_itself", "a program that resumes by itself is left alone", "files", "if key in self.looked:", "if False:", "goes_on_by_itself",
       why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly")
 check("network", "nothing is asked over the network", "quiet",
-      'self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")', "pass",
+      'self.refuse(f"the script connects to {address[0]} over the network, and the answer may differ from the first run")', "pass",
       "server_answers_otherwise", beside="plain")
 check("sources", "its sources have not changed", "flatout.cli.resuming", "if changed:", "if False:", "helper_changes_meanwhile")
 check("surroundings", "it is where it was", "flatout.state.drift",
@@ -111,7 +116,7 @@ check("surroundings", "it is where it was", "flatout.state.drift",
 
 
 class Otherwise(SourceFileLoader):
-    """A module with other words in it."""
+    """A module with some words replaced."""
 
     words: tuple[tuple[str, str], ...] = ()
 
@@ -137,10 +142,10 @@ class Finder:
 
 
 def switch_off(names: str) -> None:
-    """From now on, in this process. ``names`` with commas."""
+    """Switch checks off in this process from now on. ``names`` are separated by commas."""
     words: dict[str, list[tuple[str, str]]] = {}
     for name in names.split(","):
         words.setdefault(CHECKS[name].module, []).append(CHECKS[name].words)
     early = set(words) & set(sys.modules)
-    assert not early, f"already there: {early}"
+    assert not early, f"already imported: {early}"
     sys.meta_path.insert(0, Finder(words))

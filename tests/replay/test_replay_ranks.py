@@ -1,4 +1,6 @@
-"""A program that divides itself between ranks is killed and typed again: all go on from saves of one moment, and sum gradients in the order of before."""
+"""A script with its own ranks is killed and started again: all ranks resume from checkpoints of the same
+moment, and sum gradients in the same order.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def ends(done):
     return sorted(line for line in done.stdout.splitlines() if line.startswith("end "))
 
 
-def test_ranks_go_on_from_the_newest_saves_of_one_moment(tmp_path, monkeypatch):
+def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
     undisturbed = run(tmp_path)
     assert len(ends(undisturbed)) == RANKS, undisturbed.stderr
@@ -110,12 +112,13 @@ def test_ranks_go_on_from_the_newest_saves_of_one_moment(tmp_path, monkeypatch):
     shutil.copytree(tmp_path / ".flatout", tmp_path / "kept")
 
     again = run(tmp_path, *resume, **saves)
-    assert again.stderr.count("going on exactly after step 12") == 1, again.stderr
+    assert again.stderr.count("resumed exactly after step 12") == 1, again.stderr
     assert ends(again) == ends(undisturbed)
     lines = [line for line in again.stdout.splitlines() if not line.startswith("end ")]
     assert lines == [line for line in undisturbed.stdout.splitlines() if not line.startswith("end ")][12 // STEPS_OF_AN_EPOCH:][-len(lines):]
 
-    # As if its group had met once more when one rank was saved: then these are not of one moment.
+    # As if its process group had communicated once more before one rank was saved: these are not of one
+    # moment.
     monkeypatch.setenv("FLATOUT_JOB", str(tmp_path / "job"))
     (folder,) = (tmp_path / "kept").glob("*/rescue")
     ranks = Ranks(torch, 1, RANKS, RANKS, folder)
@@ -127,20 +130,20 @@ def test_ranks_go_on_from_the_newest_saves_of_one_moment(tmp_path, monkeypatch):
     told["told"]["ranks"]["met"][group] += 1
     manifest.write_text(json.dumps(told))
     save, why_not = newest_of_all(folder, ranks)
-    assert save.step < 12 if save is not None else "not interrupted at a moment of which all have a save" in why_not
+    assert save.step < 12 if save is not None else "its ranks have no checkpoints from the same moment" in why_not
 
 
-def test_ranks_that_send_to_single_others_are_not_gone_on_with(tmp_path):
+def test_ranks_with_point_to_point_messages_are_not_resumed(tmp_path):
     (tmp_path / "train.py").write_text(TELLS_ONE)
     resume, saves = ("-m", "flatout", "run", "--resume"), {"PYTHONPATH": SITE, "TRAP_SAVE": "4"}
     killed = run(tmp_path, *resume, ranks=2, **saves, TRAP_KILL="12")
     assert killed.returncode != 0
     again = run(tmp_path, *resume, ranks=2, **saves)
-    assert again.returncode != 0  # torchrun has an exit code of its own
-    assert "cannot go on exactly: of its last start there is no save to go on from: its ranks send to single others" in again.stderr
+    assert again.returncode != 0  # torchrun has its own exit code
+    assert "cannot resume exactly: its last start left no checkpoint to resume from: its ranks use point-to-point communication" in again.stderr
     begun = run(tmp_path, *resume[:-1], "--supervise", ranks=2, **saves)
     assert begun.returncode == 0
-    assert begun.stderr.count("this program begins anew: of its last start there is no save to go on from") == 1
+    assert begun.stderr.count("this program starts from scratch: its last start left no checkpoint to resume from") == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=60))

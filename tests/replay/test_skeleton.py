@@ -1,4 +1,6 @@
-"""The law of skeletons: what a function gives for tensors without values has the shape, strides, type and device of what it gives for real ones."""
+"""The rule for fake tensors: the result of a function has the shape, strides, type and device of the real
+result.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,13 @@ def metas(value):
 
 @settings(max_examples=400)
 @given(name=st.sampled_from(sorted(UNARY)), rows=st.integers(2, 5), half=st.integers(1, 3), turned=st.booleans())
-def test_a_function_of_skeletons_gives_skeletons_of_its_result(name, rows, half, turned):
+def test_a_function_of_fake_tensors_gives_fake_results(name, rows, half, turned):
     real = torch.randn(2 * half, rows).t() if turned else torch.randn(rows, 2 * half)
     skeletons = Skeletons(refuse)
     bones = Skeleton(meta_of(real))
     before = torch.get_rng_state()
     with skeletons.mode():
-        for _ in range(2):  # once asked, once from the table
+        for _ in range(2):  # computed once, then from the table
             try:
                 found = UNARY[name](bones)
             except (RuntimeError, IndexError) as error:
@@ -90,7 +92,7 @@ MODULES = {
 @pytest.mark.parametrize("name", sorted(MODULES))
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_module_of_skeletons_gives_skeletons_and_leaves_gradients_where_the_real_one_does(name, training):
+def test_a_module_of_fake_tensors_gives_fake_results_and_gradients(name, training):
     make, shape = MODULES[name]
     module, real = make().train(training), torch.randn(shape)
     skeletons = Skeletons(refuse)
@@ -108,7 +110,7 @@ def test_a_module_of_skeletons_gives_skeletons_and_leaves_gradients_where_the_re
     assert grads == {name for name, p in module.named_parameters() if p.grad is not None}
 
 
-def test_what_is_computed_without_gradients_or_cut_off_leaves_none():
+def test_results_without_gradients_or_detached_have_none():
     weight, skeletons = torch.nn.Parameter(torch.randn(3)), Skeletons(refuse)
     with skeletons.mode():
         x = Skeleton(meta_of(torch.randn(3)))
@@ -121,7 +123,7 @@ def test_what_is_computed_without_gradients_or_cut_off_leaves_none():
         assert weight.grad is None
 
 
-def test_what_is_written_to_becomes_a_skeleton_under_every_name():
+def test_a_tensor_that_is_written_to_becomes_fake_under_every_name():
     skeletons, total = Skeletons(refuse), torch.zeros(3)
     names = {"of a dict": total}, [total]
     with skeletons.mode():
@@ -146,11 +148,11 @@ def test_a_weight_is_made_for_real_and_is_not_written_to():
     assert layer.weight.abs().sum() > 0
 
 
-def test_values_cannot_be_had():
+def test_values_are_unavailable():
     skeletons, bones = Skeletons(refuse), Skeleton(meta_of(torch.randn(3)))
     with skeletons.mode(), pytest.raises(Refused, match="storage"):
         bones.untyped_storage()
-    with skeletons.mode(), pytest.raises(Refused, match="cannot be followed"):
+    with skeletons.mode(), pytest.raises(Refused, match="cannot be replayed"):
         torch.arange(bones.sum())
     with pytest.raises(RuntimeError, match="no values"):
-        bones + 1  # past the mode
+        bones + 1  # bypasses the mode

@@ -1,4 +1,6 @@
-"""What was put on a tape is taken from it in the same order, and only by a program that goes the same way."""
+"""The value log returns recorded values in the same order, and only to a program with the same
+control flow.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ WAYS = st.lists(
 
 
 @given(way=WAYS)
-def test_the_same_way_gives_the_same_values(tmp_path_factory, way):
+def test_the_same_control_flow_gives_the_same_values(tmp_path_factory, way):
     path = tmp_path_factory.mktemp("tape") / "j"
     tape = played(path, *recorded(path, way))
     found = go(tape, way, lambda value, at: tape.take(at))
@@ -68,22 +70,22 @@ def test_the_same_way_gives_the_same_values(tmp_path_factory, way):
 
 
 @given(way=WAYS, more=st.integers(0, 9))
-def test_another_event_is_noticed_at_the_end_of_the_step(tmp_path_factory, way, more):
+def test_a_different_event_is_detected_at_the_end_of_the_step(tmp_path_factory, way, more):
     path = tmp_path_factory.mktemp("tape") / "j"
     tape = played(path, *recorded(path, [*way, ("step", None)]))
     tape.event(more)
-    with pytest.raises(Refused, match=r"another way|more than it did"):
+    with pytest.raises(Refused, match=r"another path|more values than"):
         go(tape, [*way, ("step", None)], lambda value, at: tape.take(at))
 
 
-def test_values_that_are_left_over_or_missing_are_noticed(tmp_path):
+def test_extra_or_missing_values_are_detected(tmp_path):
     place, events = recorded(tmp_path / "j", [("value", 1.0), ("value", 2.0)])
     tape = played(tmp_path / "j", place, events)
     assert tape.take(0) == 1.0
-    with pytest.raises(Refused, match="has not asked for 1 values"):
+    with pytest.raises(Refused, match="has not read 1 of the values"):
         tape.end()
     assert tape.take(1) == 2.0
-    with pytest.raises(Refused, match="more than it did the first time"):
+    with pytest.raises(Refused, match="more values than in the first run"):
         tape.take(2)
 
 
@@ -101,7 +103,7 @@ def test_exceptions_and_large_values(tmp_path):
     assert math.isnan(tape.take(3))
 
 
-def test_another_thread_and_our_own_work_are_nobodys_business(tmp_path):
+def test_other_threads_and_flatout_itself_are_not_recorded(tmp_path):
     from threading import Thread
 
     tape, heard = Tape(refuse, print), []

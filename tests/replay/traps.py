@@ -1,7 +1,8 @@
-"""Small training programs, each with one thing that a program which goes on exactly could miss: `TRAPS`, by name.
+"""Small training programs, each with one detail that exact resume could miss: `TRAPS`, by name.
 
-Each prints what it has become at its end: lines that begin with ``end``. Those must be the same after a kill. What an undisturbed run would not print twice
-(clocks, process numbers) the program compares with its own record, and prints whether it is consistent.
+Each prints its final state in lines that begin with ``end``, which must be the same after a kill. Values that
+differ between undisturbed runs (clocks, process numbers) are compared by the program with its own record; it
+prints whether they are consistent.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ def end(*things):
 
 @dataclass(frozen=True)
 class Trap:
-    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``later``: what its environment has after that. ``itself``: an
-    undisturbed run prints other lines; what it prints of itself must be consistent."""
+    """``files``: files next to the program.
+
+    ``between``: files rewritten while it is dead. ``later``: changes to its environment after that.
+    ``itself``: undisturbed runs print different lines, so each must be consistent with itself.
+    """
 
     body: str
     files: dict[str, str] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class Trap:
     later: dict[str, str] = field(default_factory=dict)
     itself: bool = False
     before: str = ""  # lines before torch is imported
-    fresh: bool = False  # wants a process of its own
+    fresh: bool = False  # requires its own process
 
     @property
     def source(self) -> str:
@@ -82,7 +86,7 @@ def trap(name: str, body: str, **more) -> None:
     TRAPS[name] = Trap(body, **more)
 
 
-# -- what is computed on the device and read late -----------------------------------------------------------------------------
+# -- values computed on the device and read late -----------------------------------------------------------------------------------
 
 trap("accumulator_made_before", """
     total, seen = torch.zeros(()), torch.zeros(6)
@@ -408,7 +412,7 @@ trap("folder_must_be_new", """
     end()
 """)
 
-# -- what steers ----------------------------------------------------------------------------------------------------------------
+# -- control flow ------------------------------------------------------------------------------------------------------------------
 
 trap("early_stopping", """
     best, patience = float("inf"), 0
@@ -944,7 +948,7 @@ trap("looks_at_the_rest_in_between", """
     end(right)
 """)
 
-# -- where nobody looks -----------------------------------------------------------------------------------------------------------
+# -- state that is easy to overlook ------------------------------------------------------------------------------------------------
 
 trap("queue_of_noise", """
     import queue
@@ -1130,8 +1134,9 @@ trap("hour_kept", """
     print("end", began, flush=True)
 """, itself=True, before="from datetime import datetime\n")
 
-# -- one for each check: nothing else sees it --------------------------------------------------------------------------------------
-# The place of an `itertools.cycle` is nothing that is compared, and a file `flag` that comes meanwhile has the program go another way there.
+# -- one for each check, detected by no other -------------------------------------------------------------------------------------
+# The position of an `itertools.cycle` cannot be compared, and a file `flag` that appears meanwhile changes
+# the program's control flow there.
 
 TURNS = """
     import itertools

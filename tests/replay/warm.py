@@ -1,7 +1,9 @@
-"""A process that has imported torch already and becomes programs: for each request, a line of JSON, it forks, and the child is the program, or the command line
-that becomes it. For the child `import torch` happens when it says so, as in a process of its own, and takes no time. Answers with exit codes.
+"""A process that has already imported torch and becomes programs. For each request, a line of JSON, it forks,
+and the child runs the program or the command line that becomes it. In the child `import torch` takes no
+time, but happens when the program asks, as in its own process. Answers with exit codes.
 
-Addresses and what the machine's libraries have read are those of the parent: a program that depends on them wants a process of its own.
+Addresses and the files read by the machine's libraries are those of the parent; a program that depends on
+them requires its own process.
 """
 
 import json
@@ -19,7 +21,7 @@ import torch.utils.data
 
 
 class Here:
-    """Finds torch where it is."""
+    """Finds torch in its installed place."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -44,7 +46,7 @@ def become(file, argv, environment):
 
 
 def code_of(number, limit_s):
-    """Of a child; one that does not end is ended."""
+    """The exit code of a child; a child that does not end is killed."""
     end = time.monotonic() + limit_s
     while True:
         found, status = os.waitpid(number, os.WNOHANG)
@@ -86,7 +88,7 @@ if sys.argv[0] == "flatout":
     os.execvpe = really
 else:
     del sys.argv[0]
-sys.orig_argv = [sys.executable, *sys.argv]  # what it would become again
+sys.orig_argv = [sys.executable, *sys.argv]  # the program that it would become again
 sys.path[:1] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 del sys.modules["torch"]
 sys.meta_path.insert(0, Here)

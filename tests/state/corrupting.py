@@ -1,4 +1,6 @@
-"""One accident to a folder of saves: each kind changes the newest save, or puts something in its place, and says what it did."""
+"""One accident in a folder of checkpoints: each kind damages or replaces the newest checkpoint and returns a
+description.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ PAGE = 4096
 
 
 def bit(chance: random.Random, save: Path, other: Path) -> str:
-    """One bit of one file is another."""
+    """Flips one bit of one file."""
     path, data = _some_file(chance, save)
     at = chance.randrange(8 * len(data))
     data[at // 8] ^= 1 << at % 8
@@ -20,7 +22,7 @@ def bit(chance: random.Random, save: Path, other: Path) -> str:
 
 
 def page(chance: random.Random, save: Path, other: Path) -> str:
-    """A page of a file holds zeros."""
+    """Fills a page of a file with zeros."""
     path, data = _some_file(chance, save)
     pages = [start for start in range(0, len(data), PAGE) if any(data[start:start + PAGE])]
     start = chance.choice(pages)
@@ -30,7 +32,7 @@ def page(chance: random.Random, save: Path, other: Path) -> str:
 
 
 def truncation(chance: random.Random, save: Path, other: Path) -> str:
-    """A file ends early."""
+    """Cuts off the end of a file."""
     path, data = _some_file(chance, save)
     length = chance.randrange(len(data))
     path.write_bytes(data[:length])
@@ -38,28 +40,28 @@ def truncation(chance: random.Random, save: Path, other: Path) -> str:
 
 
 def emptiness(chance: random.Random, save: Path, other: Path) -> str:
-    """A file is empty."""
+    """Empties a file."""
     path, _ = _some_file(chance, save)
     path.write_bytes(b"")
     return f"{path.name} empty"
 
 
 def extension(chance: random.Random, save: Path, other: Path) -> str:
-    """A file has more bytes at its end."""
+    """Appends bytes to a file."""
     path, data = _some_file(chance, save)
     path.write_bytes(data + chance.randbytes(chance.randint(1, PAGE)))
     return f"{path.name} longer"
 
 
 def swap(chance: random.Random, save: Path, other: Path) -> str:
-    """A file of another save in the place of this one's."""
+    """Replaces a file with one of another checkpoint."""
     path = chance.choice([each for each in sorted(save.iterdir()) if each.read_bytes() != (other / each.name).read_bytes()])
     path.write_bytes((other / path.name).read_bytes())
     return f"{path.name} of {other.name}"
 
 
 def stale_manifest(chance: random.Random, save: Path, other: Path) -> str:
-    """The manifest of another save, with and without its step mended."""
+    """Uses the manifest of another checkpoint, with and without a corrected step."""
     text = (other / "manifest.json").read_text()
     if chance.random() < 0.5:
         text = text.replace(f'"step": {int(other.name[5:])}', f'"step": {int(save.name[5:])}')
@@ -74,14 +76,14 @@ def missing_file(chance: random.Random, save: Path, other: Path) -> str:
 
 
 def duplicate(chance: random.Random, save: Path, other: Path) -> str:
-    """An older save under the name of a newer one, in the place of the newest."""
+    """Puts an older checkpoint under the name of a newer one in the place of the newest."""
     shutil.rmtree(save)
     shutil.copytree(other, save)
     return f"copy of {other.name}"
 
 
 def renamed_folder(chance: random.Random, save: Path, other: Path) -> str:
-    """The newest save under a later name."""
+    """Renames the newest checkpoint to a later name."""
     later = save.with_name(f"step-{int(save.name[5:]) + chance.randint(1, 10**6):08d}")
     save.rename(later)
     return f"is now {later.name}"
@@ -89,11 +91,11 @@ def renamed_folder(chance: random.Random, save: Path, other: Path) -> str:
 
 KINDS: tuple[Callable[[random.Random, Path, Path], str], ...] = (bit, page, truncation, emptiness, extension, swap, stale_manifest, missing_file, duplicate,
                                                                  renamed_folder)
-OF_ONE_FILE = (bit, page, truncation, emptiness, extension)  # those that a single file can have, too
+OF_ONE_FILE = (bit, page, truncation, emptiness, extension)  # those that can also happen to a single file
 
 
 def _some_file(chance: random.Random, save: Path) -> tuple[Path, bytearray]:
-    """Larger ones more often: the bytes of a tensor are most of a save."""
+    """Larger files are chosen more often: tensor bytes are most of a checkpoint."""
     files = sorted(save.iterdir())
     path = chance.choices(files, [each.stat().st_size + 500 for each in files])[0]
     return path, bytearray(path.read_bytes())

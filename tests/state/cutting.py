@@ -1,4 +1,7 @@
-"""Saves that are cut off: by SIGKILL at each call that changes the disk, and by a loss of power after each of them."""
+"""Interrupted checkpoints:
+
+SIGKILL at each call that changes the disk, and a power loss after each of them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ BEFORE, MIDDLE, AFTER, REFUSED = "before", "in the middle", "after", "refused"
 
 
 class Calls:
-    """Stands in for the calls of ``os`` that change the disk, in this process, and tells each to ``heard`` before and after it is made."""
+    """Replaces the calls of ``os`` that change the disk in this process, and reports each to ``heard`` before
+    and after.
+    """
 
     def __init__(self, heard: Callable[..., None]) -> None:
         self.heard, self.really = heard, {name: getattr(os, name) for name in CALLS}
@@ -48,7 +53,7 @@ class Calls:
 
 
 def in_a_child(act: Callable[[], object]) -> int:
-    """How a child that does this ended: 0, 1 where it raised, or minus the signal."""
+    """The end of a child that runs this: 0, 1 where it raised, or minus the signal."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -61,7 +66,7 @@ def in_a_child(act: Callable[[], object]) -> int:
 
 
 def points(act: Callable[[], object]) -> list[str]:
-    """The calls that ``act`` makes; it is done, here."""
+    """The calls that ``act`` makes; this runs it."""
     found: list[str] = []
 
     def heard(when, name, *rest):
@@ -74,7 +79,9 @@ def points(act: Callable[[], object]) -> list[str]:
 
 
 def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
-    """A child that does ``act`` and is killed at its call ``number``; in the middle of a write, half of the bytes are written."""
+    """Run ``act`` in a child that is killed at its call ``number``; in the middle of a write, half of the
+    bytes are written.
+    """
     count = -1
 
     def heard(moment, name, args, kwargs, *found):
@@ -95,11 +102,14 @@ def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
     return in_a_child(child)
 
 
-# -- loss of power ------------------------------------------------------------------------------------------------------
+# -- power loss -----------------------------------------------------------------------------------------------------------
 
 
 class Node:
-    """A file or a folder. ``entries`` and ``data`` are as the program sees them; ``flushed`` is what the disk has for certain."""
+    """A file or a folder.
+
+    ``entries`` and ``data`` are as the program sees them; ``flushed`` is certain to be on the disk.
+    """
 
     def __init__(self, folder: bool) -> None:
         self.folder = folder
@@ -111,7 +121,10 @@ class Node:
 
 
 class Disk:
-    """Everything below ``root`` as it goes through a recorded run, and as a loss of power may leave it. At first it holds what ``like`` does."""
+    """Everything below ``root`` during a recorded run, and the states that a power loss may leave.
+
+    It starts with the contents of ``like``.
+    """
 
     def __init__(self, root: Path, like: Path | None = None) -> None:
         self.root, self.top = root, self._read(like or root)
@@ -196,12 +209,15 @@ class Disk:
         elif name in ("unlink", "rmdir"):
             self._put(*self._place(args[0], more["where"]), None)
 
-    # -- what is left
+    # -- the state after a power loss
 
     def left(self, chance: random.Random, how: str, into: Path) -> None:
-        """Write what the power left into an empty folder. Names that were not flushed are there or not, and data that was not flushed is whole, torn,
-        zeros or gone: ``how`` is "nothing", "everything" or "any" of it. Both halves of a renaming in one folder happen together, as in every file
-        system."""
+        """Write the state after the power loss into an empty folder.
+
+        Names that were not flushed may be missing; data that was not flushed is whole, torn, zeros or gone.
+        ``how`` keeps "nothing", "everything" or "any" of it. Both halves of a rename in one folder happen
+        together, as in every file system.
+        """
         self._left(self.top, chance, how, into)
 
     def _left(self, node: Node, chance: random.Random, how: str, into: Path) -> None:

@@ -1,4 +1,6 @@
-"""A save that is cut off anywhere: the newest save is then the old one or the new one, bit for bit, and the next writer leaves nothing behind."""
+"""A checkpoint that is interrupted anywhere: the newest is then the old or the new one, bit for bit, and the
+next writer leaves no remains.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def save(folder: Path, step: int, keep: int = 2) -> None:
 
 
 def is_one_of(folder: Path, steps) -> int:
-    """The newest save is that of one of these steps, bit for bit, and nothing that is there had to be passed over."""
+    """The newest checkpoint is that of one of these steps, bit for bit, and no checkpoint was skipped."""
     newest, bad = Saves(folder).newest()
     assert bad == []
     assert newest is not None
@@ -47,8 +49,10 @@ def the_next_writer_cleans_up(folder: Path, step: int) -> None:
 
 
 def test_killed_at_any_call_that_changes_the_disk(tmp_path):
-    """The third save, which also makes the first one go: at each of its calls the process gets SIGKILL, before it, after it, or with half of the bytes
-    written."""
+    """The third checkpoint also removes the first.
+
+    At each of its calls the process gets SIGKILL before it, after it, or with half of the bytes written.
+    """
     before = tmp_path / "before"
     save(before, 1)
     save(before, 2)
@@ -62,12 +66,12 @@ def test_killed_at_any_call_that_changes_the_disk(tmp_path):
         assert killed_at(at, when, lambda folder=folder: save(folder, 3)) == -9
         found.add(is_one_of(folder, (2, 3)))
         for each in Saves(folder).paths():
-            believed(each)  # an older one is there or is not: one that is half gone would be a riddle for whoever looks
+            believed(each)  # an older one is there or not; a half-removed one would confuse the user
         the_next_writer_cleans_up(folder, 4)
     assert found == {2, 3}
 
 
-def test_the_very_first_save_is_there_or_is_not(tmp_path):
+def test_the_very_first_checkpoint_is_complete_or_absent(tmp_path):
     calls = points(lambda: save(tmp_path / "all", 1))
     for at in range(0, len(calls), 2 * STRIDE):
         folder = tmp_path / f"cut{at}" / "saves"
@@ -81,7 +85,10 @@ def test_the_very_first_save_is_there_or_is_not(tmp_path):
 
 @pytest.mark.parametrize("how", ["nothing", "any", "everything"])
 def test_a_loss_of_power_at_any_time(tmp_path, how):
-    """What was not flushed is gone, torn or there. Once a save was called written, it is there whatever happens."""
+    """Unflushed data is gone, torn or complete.
+
+    A checkpoint that was reported as written exists whatever happens.
+    """
     chance = random.Random(how)
     start, before, fresh = tmp_path / "start", tmp_path / "before", tmp_path / "fresh"
     save(start, 1)
@@ -102,7 +109,7 @@ def test_a_loss_of_power_at_any_time(tmp_path, how):
 
 
 def test_the_child_really_does_it(tmp_path):
-    """The harness: without a cut the child's save is whole."""
+    """The harness itself: without an interruption the child's checkpoint is complete."""
     assert in_a_child(lambda: save(tmp_path / "saves", 1)) == 0
     assert is_one_of(tmp_path / "saves", [1]) == 1
     assert killed_at(10**6, BEFORE, lambda: save(tmp_path / "saves", 2)) == 0

@@ -1,4 +1,7 @@
-"""Disks that refuse: full, limited, read-only, gone. The training goes on, says so at once, keeps its good saves, and saves again when it can."""
+"""Failing disks: full, limited, read-only, gone.
+
+Training continues, reports it at once, keeps its good checkpoints, and saves again when possible.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ CLOCKS = Clocks(lambda: 0.0, lambda: 0.0)
 
 
 def training(folder, trouble, mended, steps=8):
-    """A training of ``steps`` steps that saves each: ``trouble()`` after the third, ``mended()`` after the sixth. What was said, and after which step."""
+    """A training of ``steps`` steps that saves each, with ``trouble()`` after the third and ``mended()``
+    after the sixth. Returns the messages and the step of each.
+    """
     said, weights = [], torch.zeros(100_000)
     with Saves(folder, keep=2) as saves:
         saver = Saver(torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1)
@@ -49,8 +54,8 @@ def heard(told, words):
     first, again = told["said"]
     assert first[0] == 4  # at once
     assert words in first[1]
-    assert first[1].endswith("The training goes on.")
-    assert tuple(again) == (7, "step 7 is saved; the 3 tries before it were not.")
+    assert first[1].endswith("The training continues.")
+    assert tuple(again) == (7, "step 7 is saved; the 3 attempts before it failed.")
     assert all(name == "lock" or name.startswith("step-") for name in told["left"])
 
 
@@ -74,7 +79,7 @@ def test_a_file_that_may_not_grow(tmp_path):
         return training(tmp_path / "saves", limited(300_000), limited(resource.RLIM_INFINITY))
 
     told = in_a_child_that_tells(act)
-    heard(told, f"cannot keep saves in {tmp_path / 'saves'}: File too large. Free some space there, or name a folder that can be written.")
+    heard(told, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
     assert told["good"] == [3.0]
 
 
@@ -96,30 +101,32 @@ print(json.dumps([training(__import__("pathlib").Path(disk, "saves"), fill, lamb
 """
 
 
-def test_a_disk_that_is_full_and_one_that_gives_way_to_a_read_only_one(tmp_path):
-    """Real file systems of a few MiB, in a namespace of their own: root writes where it may not, but nobody where there is no space."""
+def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
+    """Real file systems of a few MiB in their own namespace: root may write to read-only files, but nobody
+    can write without space.
+    """
     (tmp_path / "disk").mkdir()
     program = FULL.format(here=os.path.dirname(__file__), disk=str(tmp_path / "disk"))
     try:
         subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not run: this machine does not allow a file system of one's own (unshare -Urm)")
+        pytest.skip("not run: this machine does not allow a private file system (unshare -Urm)")
     done = subprocess.run(["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     full, read_only = json.loads(done.stdout)
     heard(full, "No space left on device")
     assert full["good"] == [3.0]
     heard(read_only, "Read-only file system")
-    assert read_only["good"] == ["gone"]  # the good ones lie below, and were there again at the end
+    assert read_only["good"] == ["gone"]  # the good ones lie below the mount and were back at the end
 
 
 def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
     folder, aside = tmp_path / "run" / "saves", tmp_path / "aside"
-    # Somebody removes all of it, and does not give it back: it is made anew, at once.
+    # The whole folder is removed for good: it is created again at once.
     told = training(folder, lambda: shutil.rmtree(folder), lambda: None)
     assert (told["said"], told["newest"], told["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
     shutil.rmtree(folder.parent)
-    # A mount that goes away and comes back with what it had; in the meantime nothing can be made there.
+    # A mount disappears and returns with its contents; in the meantime nothing can be created there.
     def away():
         folder.parent.rename(aside)
         folder.parent.write_text("a file where the folder was")
@@ -128,11 +135,13 @@ def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
         folder.parent.unlink()
         aside.rename(folder.parent)
 
-    heard(training(folder, away, back), "cannot keep saves in")
+    heard(training(folder, away, back), "cannot write checkpoints in")
 
 
-def test_another_process_that_came_first_is_not_disturbed(tmp_path):
-    """The folder vanishes, and another training begins in one of the same name: the first one goes on without saves."""
+def test_another_process_that_took_the_folder_is_not_disturbed(tmp_path):
+    """The folder vanishes and another training starts in one of the same name: the first one continues
+    without checkpoints.
+    """
     folder, said = tmp_path / "saves", []
     with Saves(folder) as saves:
         saver = Saver(torch, saves, "test", CLOCKS, said.append, every=1)
@@ -156,7 +165,7 @@ def test_another_process_that_came_first_is_not_disturbed(tmp_path):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         assert len(said) == 1
-        assert "another process keeps saves in" in said[0]
+        assert "another process writes checkpoints in" in said[0]
         assert [each.name for each in saves.paths()] == ["step-00000050"]
         saver.save(51, pack(torch, {"w": 0}), {})  # it has ended
         saver.wait()
@@ -165,7 +174,10 @@ def test_another_process_that_came_first_is_not_disturbed(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
 def test_file_systems_that_do_not_flush_folders(tmp_path, monkeypatch, number):
-    """As some network and FUSE ones: their files are flushed all the same. An error of the disk is an error."""
+    """As some network and FUSE file systems: their files are flushed all the same.
+
+    A disk error is an error.
+    """
     import stat
 
     really = os.fsync

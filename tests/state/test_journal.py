@@ -1,4 +1,4 @@
-"""A journal gives back what was appended, up to any place that was noted, or says why not."""
+"""A journal returns the appended data, up to any recorded position, or the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def together(blocks):
 
 
 @given(blocks=st.lists(entries(), max_size=4), at=st.integers(0, 4))
-def test_what_was_appended_is_read_up_to_a_place(tmp_path_factory, blocks, at):
+def test_appended_data_is_read_up_to_a_position(tmp_path_factory, blocks, at):
     path = tmp_path_factory.mktemp("journal") / "j"
     writer, places = Journal(path), []
     places.append(writer.place)
@@ -50,7 +50,7 @@ def test_what_was_appended_is_read_up_to_a_place(tmp_path_factory, blocks, at):
     writer.close()
     at = min(at, len(blocks))
     assert columns(read_journal(path, places[at])) == together(blocks[:at])
-    again = Journal(path, places[at])  # what came after it is cut off
+    again = Journal(path, places[at])  # later data is cut off
     again.append(Entries(bytearray(b"\1"), bytearray(b"\2")))
     assert bytes(read_journal(path, again.place).codes)[-1:] == b"\1"
     assert len(read_journal(path, again.place).codes) == sum(len(block.codes) for block in blocks[:at]) + 1
@@ -58,7 +58,7 @@ def test_what_was_appended_is_read_up_to_a_place(tmp_path_factory, blocks, at):
 
 
 @given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_bit_that_has_turned_is_found(tmp_path_factory, where, bit):
+def test_a_flipped_bit_is_found(tmp_path_factory, where, bit):
     path = tmp_path_factory.mktemp("journal") / "j"
     writer = Journal(path)
     for number in range(3):
@@ -69,15 +69,15 @@ def test_a_bit_that_has_turned_is_found(tmp_path_factory, where, bit):
     data = bytearray(path.read_bytes())
     data[where % len(data)] ^= 1 << bit
     path.write_bytes(data)
-    with pytest.raises(SaveError, match=r"journal|is no"):
+    with pytest.raises(SaveError, match=r"journal|is not"):
         read_journal(path, writer.place)
 
 
-def test_a_journal_that_ends_early_or_is_of_another_run_is_refused(tmp_path):
+def test_a_truncated_or_foreign_journal_is_rejected(tmp_path):
     writer = Journal(tmp_path / "j")
     writer.append(Entries(bytearray(b"a"), bytearray(b"b")))
     os.truncate(tmp_path / "j", writer.place.bytes - 1)
-    with pytest.raises(SaveError, match="bytes, and the save was made at"):
+    with pytest.raises(SaveError, match="bytes, and the checkpoint was made at"):
         read_journal(tmp_path / "j", writer.place)
     other = Journal(tmp_path / "k")
     other.append(Entries(bytearray(b"c"), bytearray(b"d")))
@@ -85,23 +85,23 @@ def test_a_journal_that_ends_early_or_is_of_another_run_is_refused(tmp_path):
         read_journal(tmp_path / "k", Place(other.place.bytes, other.place.digest ^ 1))
     with pytest.raises(SaveError, match="cannot be read"):
         read_journal(tmp_path / "none", other.place)
-    with pytest.raises(SaveError, match="no place"):
+    with pytest.raises(SaveError, match="position"):
         Place.from_json({"bytes": "1", "digest": 0})
 
 
-def test_columns_that_lie_about_their_length_are_refused(tmp_path):
+def test_columns_with_a_wrong_length_are_rejected(tmp_path):
     payload = bytearray(Entries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
     for at in range(0, 16, 4):
         broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4:])
         path = tmp_path / str(at)
         digest = zlib.crc32(broken)
         path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(broken), digest) + broken)
-        with pytest.raises(SaveError, match="broken"):
+        with pytest.raises(SaveError, match="corrupt"):
             read_journal(path, Place(path.stat().st_size, digest))
 
 
-def test_a_journal_has_a_measure(tmp_path, monkeypatch):
+def test_a_journal_has_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "MOST_BYTES", 100)
     writer = Journal(tmp_path / "j")
-    with pytest.raises(StorageError, match="more than"):
+    with pytest.raises(StorageError, match="would exceed"):
         writer.append(Entries(longer=[b"x" * 200]))

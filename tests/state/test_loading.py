@@ -1,4 +1,6 @@
-"""Going on in the middle of an epoch: whatever the loader, the same batches come, and the same random numbers after them."""
+"""Resuming in the middle of an epoch: whatever the loader, the same batches follow, and the same random
+numbers after them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SAMPLES = 11
 
 
 class Augmented(Dataset):
-    """Samples that are drawn from everything there is to draw from, and counted."""
+    """Samples that use every random generator, and that are counted."""
 
     def __init__(self, draws):
         self.draws, self.own, self.fetched = draws, random.Random(5), 0
@@ -51,7 +53,7 @@ class Stream(IterableDataset):
 
 
 class Backwards:
-    """A sampler with a memory and a generator of its own, both used as it begins."""
+    """A sampler with its own memory and generator, both used at its start."""
 
     def __init__(self):
         self.begun, self.generator = 0, random.Random(1)
@@ -68,7 +70,7 @@ class Backwards:
 
 
 class AsItGoes:
-    """A sampler that draws each index from what everybody draws from."""
+    """A sampler that takes each index from the global generator."""
 
     def __iter__(self):
         return (random.randrange(SAMPLES) for _ in range(SAMPLES))
@@ -78,13 +80,13 @@ class AsItGoes:
 
 
 def noisy(samples):
-    """A collate function that draws."""
+    """A collate function that uses random numbers."""
     batch = torch.stack(samples)
     return batch + torch.rand(()) + np.random.rand()
 
 
 def seeded(worker):
-    """What PyTorch's page on reproducibility says."""
+    """The seeding from PyTorch's page on reproducibility."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -130,7 +132,9 @@ def draw():
 
 
 def course(reading, epochs, training, at=None):
-    """Batches, what the training drew beside them, and the place after ``at`` of them all: as another process would read it."""
+    """Batches, the random numbers that the training used, and the position after ``at`` of them all, as
+    another process would read it.
+    """
     seen, place, count = [], None, 0
     for epoch in range(epochs):
         if isinstance(getattr(reading.loader, "sampler", None), DistributedSampler) and not reading.given and reading._sought is None:
@@ -147,7 +151,9 @@ def course(reading, epochs, training, at=None):
 
 
 def goes_on(make, at, training, epochs=2):
-    """Whether a new process goes on as the undisturbed one, what both say is inexact, and how many batches were fetched again."""
+    """Whether a new process continues as the undisturbed one, what both report as inexact, and how many
+    batches were fetched again.
+    """
     seed_all(0)
     first = Reading(torch, make(), own_generators)
     whole, place, after = course(first, epochs, training, at)
@@ -195,8 +201,8 @@ def test_with_forked_workers(kind, draws, batch, workers, persistent, noise, own
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_program_tells_its_sampler_at_the_end_of_an_epoch_is_kept(workers):
-    """`set_epoch` behind the last batch, before the next epoch begins, and a place between the two."""
+def test_calls_to_the_sampler_at_the_end_of_an_epoch_are_kept(workers):
+    """`set_epoch` after the last batch, before the next epoch starts, and a position between the two."""
 
     def course(reading, epochs, at=None):
         seen, place = [], None
@@ -226,7 +232,7 @@ SPAWNED_DRAWS = {"torch", "python", "numpy", "own", "counter"}
 
 
 def test_with_spawned_workers():
-    """Two processes each time: what goes to them and comes back is pickled."""
+    """Each run starts two processes; everything sent to them and back is pickled."""
 
     def make():
         return loader_of("shuffled", SPAWNED_DRAWS, 2, 1, collate=noisy, init=seeded, context="spawn")
@@ -244,12 +250,12 @@ def test_a_stream_is_fetched_again(workers, persistent, at):
 
 @pytest.mark.parametrize(
     ("kind", "draws", "more", "words"),
-    [("as it goes", set(), {}, "the sampler draws random numbers as it goes (python)"),
-     ("stream", {"python"}, {}, "the loader draws random numbers as it goes (python)"),
-     ("stream", {"python"}, {"workers": 1, "persistent": True}, "how they stood when this epoch began is not known")],
+    [("as it goes", set(), {}, "the sampler draws random numbers during iteration (python)"),
+     ("stream", {"python"}, {}, "the loader draws random numbers during iteration (python)"),
+     ("stream", {"python"}, {"workers": 1, "persistent": True}, "their state at the start of this epoch is unknown")],
 )
-def test_what_cannot_be_exact_is_named(kind, draws, more, words):
-    """The training draws from the same generators in between."""
+def test_inexact_resumes_are_named(kind, draws, more, words):
+    """In between, the training uses the same generators."""
 
     def make():
         return loader_of(kind, draws, 2, **{"workers": 0, **more}, context="fork" if more else None)
@@ -258,7 +264,7 @@ def test_what_cannot_be_exact_is_named(kind, draws, more, words):
     assert any(words in sentence for sentence in inexact), inexact
 
 
-def test_a_loader_that_keeps_its_own_place():
+def test_a_loader_that_keeps_its_own_position():
     class Keeping:
         def __init__(self):
             self.at = 0
@@ -281,7 +287,7 @@ def test_a_loader_that_keeps_its_own_place():
     assert goes_on(Keeping, 4, training=True) == (True, [], 0)
 
 
-def test_what_differs_is_said():
+def test_differences_are_reported():
     seed_all(0)
     _, place, _ = course(Reading(torch, loader_of("shuffled", set(), 2, 0), own_generators), 1, False, 2)
     other = Reading(torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators)

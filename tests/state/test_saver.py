@@ -1,4 +1,4 @@
-"""Saves in the background: what they may cost, that there is one writer, and what is said when they fail."""
+"""Checkpoints in the background: their cost, the single writer, and the messages when they fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 
 
 class Time:
-    """Clocks that go on only when they are told to. ``worked`` counts for whichever thread asks."""
+    """Clocks that advance only on request. ``worked`` counts for whichever thread asks."""
 
     def __init__(self):
         self.wall, self.worked = 0.0, 0.0
@@ -27,7 +27,7 @@ class Time:
 
 
 class Paid(Saves):
-    """Takes as long as it is told, of the writing thread's time, and keeps nothing."""
+    """Takes the requested time of the writing thread and keeps nothing."""
 
     def __init__(self, time, costs):
         super().__init__(Path("nowhere"))
@@ -42,8 +42,10 @@ class Paid(Saves):
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=12), st.sampled_from([0.01, 0.05, 0.5]), st.floats(0.001, 2))
-def test_saves_cost_no_more_than_their_share_whatever_they_cost(costs, share, step_s):
-    """After each pause all saves before the last one have cost at most their share of the time so far: waiting, packing and writing counted."""
+def test_checkpoints_stay_within_their_share_whatever_they_cost(costs, share, step_s):
+    """After each pause all checkpoints before the last one have cost at most their share of the time so far:
+    waiting, packing and writing included.
+    """
     time, costs = Time(), list(costs)
     waits, works = [wait for wait, _ in costs], [work for _, work in costs]
     saver = Saver(torch, Paid(time, lambda: works.pop(0)), "test", time.clocks, lambda sentence: pytest.fail(sentence), share=share)
@@ -64,7 +66,9 @@ def test_saves_cost_no_more_than_their_share_whatever_they_cost(costs, share, st
 
 
 def wasted(cost_s, mean_s, known):
-    """Share of an hour that went into saves and into work that was lost, interrupted by chance every ``mean_s`` seconds. ``known``: whether that is told."""
+    """The share of an hour spent on checkpoints and lost work, with random interruptions every ``mean_s``
+    seconds on average. ``known``: whether the saver knows about them.
+    """
     draw, time = random.Random(0), Time()
     saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
     saver.interrupted_every_s = lambda: mean_s if known else math.inf
@@ -86,15 +90,18 @@ def wasted(cost_s, mean_s, known):
 
 
 @pytest.mark.parametrize(("cost_s", "mean_s"), [(0.1, 20), (0.1, 60), (0.5, 60), (0.02, 10)])
-def test_where_it_is_interrupted_often_saves_come_so_often_that_the_least_is_wasted(cost_s, mean_s):
-    """Less than by the share alone, and about the square root of twice the cost over the time between interruptions, which is the least there can be."""
+def test_frequent_interruptions_make_checkpoints_more_frequent(cost_s, mean_s):
+    """This is less than with the share alone.
+
+    It is about the minimum, the square root of twice the cost over the time between interruptions.
+    """
     with_it, without = wasted(cost_s, mean_s, True), wasted(cost_s, mean_s, False)
     assert with_it < 0.8 * without
     assert with_it == pytest.approx(math.sqrt(2 * cost_s / mean_s), rel=0.3)
 
 
 def test_interruptions_never_cost_more_than_five_times_the_share():
-    """However often: here each second, so that the least loss would be at a save in each 0.4 s."""
+    """However frequent: here every second, so that a checkpoint every 0.4 s would lose least."""
     draw, time = random.Random(1), Time()
     saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
     saver.interrupted_every_s = lambda: 1.0
@@ -109,12 +116,15 @@ def test_interruptions_never_cost_more_than_five_times_the_share():
     assert 0.04 < spent_s / time.wall <= 0.05
 
 
-def test_what_is_interrupted_seldom_is_saved_as_ever():
+def test_rare_interruptions_leave_the_schedule_unchanged():
     assert wasted(0.001, 3000, True) == wasted(0.001, 3000, False)
 
 
 def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
-    """The training goes on while a save is held up; the next save waits for it, and each holds the state of its own moment."""
+    """Training continues while a checkpoint is held up.
+
+    The next one waits for it, and each holds the state of its own moment.
+    """
     time, at_work, go_on = Time(), threading.Event(), threading.Event()
 
     class Slow(Saves):
@@ -129,10 +139,10 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
         assert [step for step in range(1, 12) if saver.due(step)] == [5, 10]
         saver.save(5, pack(torch, {"w": weights}), {})
         assert at_work.wait(20)
-        weights += 1  # the training goes on
+        weights += 1  # training continues
         free = Saver(torch, saves, "test", time.clocks, print)
         free._writing = saver._writing
-        assert not free.due(6)  # somebody is writing
+        assert not free.due(6)  # a write is in progress
         threading.Timer(0.2, go_on.set).start()
         saver.save(10, pack(torch, {"w": weights}), {})
         weights += 1
@@ -142,7 +152,7 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
         assert saves.newest()[0].read(torch)["w"].unique().tolist() == [1.0]
 
 
-def test_what_fails_is_said_once_and_tried_again(tmp_path):
+def test_a_failure_is_reported_once_and_retried(tmp_path):
     time, said, trouble = Time(), [], [OSError(28, "No space left on device"), KeyError("x"), None]
 
     class Broken(Saves):
@@ -161,20 +171,20 @@ def test_what_fails_is_said_once_and_tried_again(tmp_path):
                 saver.wait()
 
         three()
-        assert said == ["step 0 was not saved (OSError: [Errno 28] No space left on device). The training goes on."]
+        assert said == ["step 0 was not saved (OSError: [Errno 28] No space left on device). The training continues."]
         trouble.pop(0)
         three()
-        assert said[1:] == ["step 3 was not saved (KeyError: 'x'). The training goes on."]
+        assert said[1:] == ["step 3 was not saved (KeyError: 'x'). The training continues."]
         trouble.pop(0)
         three()
-        assert said[2:] == ["step 6 is saved; the 6 tries before it were not."]
+        assert said[2:] == ["step 6 is saved; the 6 attempts before it failed."]
         saver.sound = lambda copy: "its weights are not finite"
         three()
-        assert said[3:] == ["step 9 was not saved: its weights are not finite. Earlier saves stay."]
+        assert said[3:] == ["step 9 was not saved: its weights are not finite. Earlier checkpoints stay."]
         assert saves.newest()[0].step == 8
 
         saver.save(12, pack(torch, {"w": torch.ones(1).expand(2**45)}), {})
         assert len(said) == 5
         assert "step 12 was not saved: its state could not be copied (" in said[4]
-        assert said[4].endswith("The training goes on.")
+        assert said[4].endswith("The training continues.")
         assert saver.due(13)

@@ -1,4 +1,4 @@
-"""The folder of saves: what is believed, what is passed over, what goes and what stays, who may write, and who may read."""
+"""The folder of checkpoints: which are valid, skipped, removed or kept, who may write, and who may read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps_in(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_accident_is_seen_and_the_save_before_it_is_used(tmp_path, kind):
+def test_every_accident_is_detected_and_the_previous_checkpoint_used(tmp_path, kind):
     whole = tmp_path / "whole"
     write(whole, 10, 20, 30)
     chance = random.Random(kind.__name__)
@@ -56,19 +56,19 @@ def test_every_accident_is_seen_and_the_save_before_it_is_used(tmp_path, kind):
         assert not bad[0].why.endswith("."), what
 
 
-def test_where_nothing_can_be_believed_nothing_begins_anew(tmp_path):
+def test_without_a_valid_checkpoint_training_does_not_start_from_scratch(tmp_path):
     folder = tmp_path / "saves"
     write(folder, 10, 20)
     for path in folder.glob("step-*/tensors.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     before = sorted(str(each) for each in folder.rglob("*"))
-    with pytest.raises(SaveError, match=r"none of the 2 saves in .* can be believed; of the newest, step-00000020, tensors\.safetensors has .* bytes instead"):
+    with pytest.raises(SaveError, match=r"all 2 checkpoints in .* are corrupt; in the newest, step-00000020, tensors\.safetensors has .* bytes instead"):
         Saves(folder).newest()
     assert sorted(str(each) for each in folder.rglob("*")) == before
     assert Saves(tmp_path / "never").newest() == (None, [])
 
 
-def test_what_changes_after_it_was_found_right_is_not_read(tmp_path):
+def test_a_file_that_changes_after_verification_is_not_read(tmp_path):
     (save,) = write(tmp_path / "saves", 1)
     for name in ("tensors.safetensors", "state.json"):
         path = save.path / name
@@ -82,11 +82,13 @@ def test_what_changes_after_it_was_found_right_is_not_read(tmp_path):
     assert save.read(torch)["step"] == 1
 
 
-# -- what stays ---------------------------------------------------------------------------------------------------------
+# -- which checkpoints are kept -------------------------------------------------------------------------------------------
 
 
-def test_a_new_save_is_never_the_one_that_goes(tmp_path):
-    """Saves with higher numbers that cannot be believed do not count as kept: training went on from an older one, and its new saves stay."""
+def test_a_new_checkpoint_is_never_the_removed_one(tmp_path):
+    """Invalid checkpoints with higher numbers do not count as kept: training resumed from an older one, and
+    its new checkpoints stay.
+    """
     folder = tmp_path / "saves"
     write(folder, 10, 90, 100)
     for bad in (90, 100):
@@ -103,8 +105,10 @@ def test_a_new_save_is_never_the_one_that_goes(tmp_path):
     assert steps_in(folder) == [20, 20, 90]
 
 
-def test_the_last_good_save_stays_when_a_new_one_does_not_come_back_as_it_was_written(tmp_path, monkeypatch):
-    """A disk that gives back other bytes: the new save is put aside, and the only good one is not pruned."""
+def test_the_last_good_checkpoint_stays_if_a_new_one_reads_back_wrong(tmp_path, monkeypatch):
+    """The disk returns different bytes: the new checkpoint is set aside, and the only good one is
+    not pruned.
+    """
     folder = tmp_path / "saves"
     write(folder, 10, keep=1)
     really = os.write
@@ -123,7 +127,7 @@ def test_order_is_by_step_and_no_clock_matters(tmp_path):
         for path in (*save.path.iterdir(), save.path):
             os.utime(path, (when, when))
     assert Saves(folder).newest()[0].step == 999_999_999
-    with Saves(folder) as saves, pytest.raises(SaveError, match="would have no name"):
+    with Saves(folder) as saves, pytest.raises(SaveError, match="cannot be named"):
         saves.write("test", 10**15, {"": pack(torch, 1)})
 
 
@@ -143,12 +147,12 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
             os._exit(1)
     os.read(reading, 1)
     try:
-        with pytest.raises(StorageError, match=f"another process keeps saves in .*process {child} on '{socket.gethostname()}'"):
+        with pytest.raises(StorageError, match=f"another process writes checkpoints in .*process {child} on '{socket.gethostname()}'"):
             write(folder, 1)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    left = folder / ".writing-7-1"  # as it would have left it, its name beginning with one more dot each time that its removal was cut off
+    left = folder / ".writing-7-1"  # as a writer would leave it, with one more dot before its name each time its removal was interrupted
     left.mkdir()
     (left / "state.json").write_text("{")
     (folder / f".leaving-writing-6-{os.getpid()}").mkdir()
@@ -156,9 +160,9 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
     write(folder, 1)
     assert sorted(each.name for each in folder.iterdir()) == ["lock", "step-00000001"]
     assert os.path.exists("/etc/passwd")
-    with Saves(folder), pytest.raises(StorageError, match="this process keeps saves"):
+    with Saves(folder), pytest.raises(StorageError, match="this process already writes checkpoints"):
         Saves(folder).open()
-    # A child of a writer does not hold the lock on: loader workers outlive it now and then.
+    # A child of a writer does not hold the lock: loader workers sometimes outlive it.
     with Saves(folder) as saves:
         worker = os.fork()
         if worker == 0:
@@ -173,7 +177,7 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
     assert steps_in(folder) == [1, 2, 3]
 
 
-def test_nobody_else_can_read_or_change_a_save(tmp_path):
+def test_only_the_owner_can_read_or_change_a_checkpoint(tmp_path):
     for number, umask in enumerate((0o000, 0o777)):
         before = os.umask(umask)
         try:
@@ -189,7 +193,7 @@ def test_nobody_else_can_read_or_change_a_save(tmp_path):
         assert {mode for name, mode in modes.items() if name.startswith(("step", "saves", "damaged"))} == {0o700}, modes
 
 
-# -- what is no ordinary file -------------------------------------------------------------------------------------------
+# -- special files --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [
@@ -197,7 +201,7 @@ def test_nobody_else_can_read_or_change_a_save(tmp_path):
     lambda path, aside: path.mkdir(), lambda path, aside: path.symlink_to(path)], ids=["link", "pipe", "device", "folder", "round link"])
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors"])
 def test_links_pipes_and_devices_are_not_read(tmp_path, make, name):
-    """Neither waited for nor followed, even where what a link leads to would be right."""
+    """The reader neither waits for them nor follows them, even where a link leads to valid data."""
     folder = tmp_path / "saves"
     write(folder, 1, 2)
     path, aside = folder / "step-00000002" / name, tmp_path / "aside"
@@ -208,7 +212,7 @@ def test_links_pipes_and_devices_are_not_read(tmp_path, make, name):
     assert bad.why.startswith(name)
 
 
-def test_a_folder_that_is_a_link_is_not_believed(tmp_path):
+def test_a_folder_that_is_a_link_is_not_valid(tmp_path):
     write(tmp_path / "elsewhere", 5)
     folder = tmp_path / "saves"
     write(folder, 1)

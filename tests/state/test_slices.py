@@ -1,4 +1,4 @@
-"""Whole tensors again from the slices that ranks have saved, whatever the slices are."""
+"""Whole tensors are restored from the slices that ranks saved, whatever the slices are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.state.values import unpack  # noqa: E402
 
 
 def cut(tensor, cuts, offsets=()):
-    """All parts of a tensor that is cut at these places, dimension by dimension."""
+    """All parts of a tensor cut at these places, dimension by dimension."""
     if len(offsets) == tensor.dim():
         return [(tensor, offsets)]
     edges = [0, *sorted(cuts[len(offsets)]), tensor.shape[len(offsets)]]
@@ -34,7 +34,7 @@ def divided(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(divided(), st.data())
-def test_any_slices_that_cover_it_give_the_whole_and_none_may_lack(case, data):
+def test_any_covering_slices_give_the_whole_and_none_may_be_missing(case, data):
     whole, slices = case
     state, parts = {"a": [slices[0], 3]}, [{"a": {0: each}} for each in slices[1:]]
     again = data.draw(st.permutations([*parts, *parts[:2]]))
@@ -44,11 +44,11 @@ def test_any_slices_that_cover_it_give_the_whole_and_none_may_lack(case, data):
     lacking = [each for each in slices[1:] if each.local.numel()]
     if lacking:
         left = data.draw(st.sampled_from(lacking))
-        with pytest.raises(SaveError, match=r"not all ranks' slices of a\.0 are in the save"):
+        with pytest.raises(SaveError, match=r"slices of a\.0 are missing in the checkpoint"):
             filled(torch, {"a": [slices[0], 3]}, lambda where: None, [{"a": {0: each}} for each in slices[1:] if each is not left])
 
 
-def test_nobody_is_asked_for_what_is_there():
+def test_local_slices_are_not_requested():
     def never():
         raise AssertionError
         yield
@@ -58,8 +58,8 @@ def test_nobody_is_asked_for_what_is_there():
     assert filled(torch, {"a": torch.ones(2)}, lambda where: torch.ones(2), never())["a"].tolist() == [1, 1]
 
 
-def test_a_slice_of_another_shape_is_refused():
-    with pytest.raises(SaveError, match=r"a\.weight was divided, is of the shape \[4\], and belongs to something of the shape \[5\]"):
+def test_a_slice_of_another_shape_is_rejected():
+    with pytest.raises(SaveError, match=r"a\.weight was sharded and has shape \[4\], but its tensor has shape \[5\]"):
         filled(torch, {"a": {"weight": Slice(torch.ones(4), (4,), (0,))}}, lambda where: torch.ones(5), [])
 
 

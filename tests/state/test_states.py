@@ -1,4 +1,6 @@
-"""Any state of the closed set, through the disk and back: the same bits, the same types, readable by others; and what is not in the set is named."""
+"""Any state of the supported types survives the disk with the same bits and types, readable by other tools;
+unsupported parts are named.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ DTYPES = [getattr(torch, name) for name in (
 
 
 def of_bytes(dtype, shape, seed):
-    """Any bits at all, NaNs with payloads among them."""
+    """Any bits at all, including NaNs with payloads."""
     size = math.prod(shape) * dtype.itemsize
     data = random.Random(seed).randbytes(size)
     if dtype is torch.bool:
@@ -60,7 +62,7 @@ arrays = st.builds(lambda kind, shape, seed: numpy.frombuffer(random.Random(seed
                                                              kind, math.prod(shape)).reshape(shape).copy(),
                    st.sampled_from(["<f8", "<f4", "<i8", ">i4", "<u2", "|b1", "<c16", "<M8[ns]", "|S3"]), st.sampled_from([(), (0,), (3,), (2, 2), (700, 3)]),
                    st.integers(0, 99))
-words = st.text(st.characters(), max_size=8)  # half characters too: names of files that are not UTF-8
+words = st.text(st.characters(), max_size=8)  # lone surrogates too: names of files that are not UTF-8
 numbers = st.one_of(st.integers(), st.sampled_from([2**63, -2**63 - 1, 0, -1]))
 leaves = st.one_of(st.none(), st.booleans(), numbers, st.floats(), words, st.binary(max_size=9), st.complex_numbers(allow_nan=False),
                    st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([1, 2, -3])), st.sampled_from(DTYPES),
@@ -76,7 +78,7 @@ states = st.recursive(st.one_of(leaves, tensors, arrays), lambda inner: st.one_o
 
 
 def same(a, b) -> bool:
-    """Bit for bit, and type for type."""
+    """Bitwise equal, with equal types."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -113,14 +115,14 @@ def test_any_state_comes_back_bit_for_bit(tmp_path_factory, state):
     tree = json.loads((folder / "state.json").read_bytes())
     tensors = read_tensors(torch, folder / "tensors.safetensors", files["tensors.safetensors"]) if packed.tensors else {}
     assert same(state, unpack(torch, tree, tensors))
-    if packed.tensors:  # and anybody with the library can open it
+    if packed.tensors:  # and any program with the library can open it
         with safe_open(folder / "tensors.safetensors", "pt") as file:
             assert set(file.keys()) == set(packed.tensors)
             for name in file.keys():  # noqa: SIM118
                 assert bits(file.get_tensor(name)) == bits(packed.tensors[name])
 
 
-def test_what_is_tied_stays_tied_and_what_is_not_in_the_set_is_named(tmp_path):
+def test_tied_tensors_stay_tied_and_unsupported_types_are_named(tmp_path):
     class Strange:
         pass
 
@@ -131,7 +133,7 @@ def test_what_is_tied_stays_tied_and_what_is_not_in_the_set_is_named(tmp_path):
     image = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     round_and_round = [1]
     round_and_round.append(round_and_round)
-    round_and_round.append(round_and_round)  # twice: whoever follows both ways never comes back
+    round_and_round.append(round_and_round)  # twice: following both references would never end
     deep = []
     for _ in range(80):
         deep = [deep]
@@ -145,7 +147,7 @@ def test_what_is_tied_stays_tied_and_what_is_not_in_the_set_is_named(tmp_path):
                                     next(name for name in packed.left_out if name.startswith("deep"))} - {"set[0]" if "set[1]" in packed.left_out else "set[1]"}
     assert packed.left_out["odd[1]"].endswith("Strange")
     assert len(packed.tensors) == 5  # the tied one once
-    assert all(name.encode() for name in packed.tensors)  # half a character would be no name for other readers
+    assert all(name.encode() for name in packed.tensors)  # other readers would reject a lone surrogate as a name
     with Saves(tmp_path / "saves") as saves:
         save = saves.write("test", 7, {"": packed})
     assert save.manifest.left_out == packed.left_out
@@ -156,13 +158,13 @@ def test_what_is_tied_stays_tied_and_what_is_not_in_the_set_is_named(tmp_path):
     assert back["set"] == {1}
     assert back["round"] == [1, None, None]
     assert {"mine", "sparse", ("key", 1)}.isdisjoint(back)
-    # Each tensor has its own memory: neither the file under it nor the other tensors.
+    # Each tensor has its own memory, shared with neither the file under it nor the other tensors.
     assert back["half"].untyped_storage().nbytes() == 2 * 4
     (save.path / "tensors.safetensors").write_bytes(b"")
     assert torch.equal(back["model"]["image"], image)
 
 
-def test_plain_values_without_measure_are_refused_when_they_are_written(tmp_path, monkeypatch):
+def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
     with Saves(tmp_path / "saves") as saves:
         saves.write("test", 1, {"": pack(torch, {"x": 1})})
         monkeypatch.setattr(bounded, "MOST_VALUES", 5000)
@@ -173,7 +175,7 @@ def test_plain_values_without_measure_are_refused_when_they_are_written(tmp_path
         save, bad = saves.newest()
     assert (save.step, bad) == (1, [])
     assert sorted(each.name for each in (tmp_path / "saves").iterdir()) == ["lock", "step-00000001"]
-    packed = pack(torch, {"permutation": list(range(100_000)), "array": numpy.arange(1000.0)})  # many numbers are few words
+    packed = pack(torch, {"permutation": list(range(100_000)), "array": numpy.arange(1000.0)})  # many numbers take few words
     assert len(json.dumps(packed.tree)) < 1_100_000
     assert unpack(torch, pack(torch, [-10**5000]).tree, {}) == [-10**5000]  # more digits than Python writes or reads
     assert list(packed.tensors) == ["array"]
@@ -195,7 +197,7 @@ def lying(head: object, body: bytes = bytes(64), length: int | None = None) -> b
     lying({"a": {"dtype": "O", "shape": [16], "data_offsets": [0, 64]}}), lying({"a": {"dtype": "F32", "shape": [1.0] * 3, "data_offsets": [0, 64]}}),
     lying({"a": {"dtype": "F32", "shape": [1] * 1000 + [16], "data_offsets": [0, 64]}}), lying({"a": {"dtype": ["F32"], "shape": 3, "data_offsets": None}}),
     lying(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,64]}}')])
-def test_a_header_that_lies_is_refused(tmp_path, data):
+def test_an_invalid_header_is_rejected(tmp_path, data):
     path = tmp_path / "t.safetensors"
     path.write_bytes(data)
     with pytest.raises(SaveError, match=r"t\.safetensors"):
@@ -210,7 +212,7 @@ def test_a_header_that_lies_is_refused(tmp_path, data):
     {"default": [[], []]}, {"deque": [[], -1]}, {"float": "1e5"}, {"int": "zz"}, {"ints": ["eval", ""]}, {"ints": ["list", "AAA="]}, {"large": 3},
     {"size": ["x"]}, {"device": "rm -rf"}, {"unknown": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"a": 1, "b": 2}, {"complex": [1, 2, 3]}, {"bytes": "é"},
     {"range": [1, 2, 0]}, {"set": [[]]}, {"dict": 5}, 1j], ids=str)
-def test_a_tree_that_nobody_packed_is_refused(tree):
+def test_an_invalid_tree_is_rejected(tree):
     with pytest.raises(SaveError, match="cannot be read"):
         unpack(torch, tree, {"t": torch.zeros(4)})
 
@@ -229,7 +231,9 @@ def test_a_manifest_is_exactly_what_was_written():
 
 
 def test_tensors_are_written_without_a_second_copy(tmp_path):
-    """What Python itself takes while 64 MiB are written is small: the bytes go from the tensor's own memory."""
+    """Python itself allocates little while 64 MiB are written: the bytes come from the tensor's
+    own memory.
+    """
     import tracemalloc
 
     tensors = {"a": torch.zeros(1 << 24)}
@@ -241,10 +245,10 @@ def test_tensors_are_written_without_a_second_copy(tmp_path):
     assert sys.getsizeof(stored) < 1000
 
 
-def test_a_process_that_does_not_use_cuda_is_not_made_to(monkeypatch):
-    """Asking whether there is a device starts the driver, and children that are forked afterwards cannot use it."""
+def test_cuda_is_not_initialised_in_a_process_without_it(monkeypatch):
+    """Asking for a device starts the driver, and children forked afterwards cannot use it."""
     def asked(*_):
-        raise AssertionError("CUDA was asked")
+        raise AssertionError("CUDA was queried")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("is_available", "device_count", "get_device_name", "get_rng_state_all"):

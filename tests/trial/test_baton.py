@@ -1,4 +1,6 @@
-"""The parent's side of a trial: the baton goes to the program and back, levers are switched in between, and time is where it was spent."""
+"""The parent's side of a trial: control passes to the program and back, levers are switched in between, and
+time is recorded where it was spent.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,11 @@ while True:
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """``trial, steps = begin()``: a program under a table of test levers, and a function that counts the steps it has taken.
+    """``trial, steps = begin()``: a program under a table of test levers, and a function that counts its
+    steps.
 
-    With ``ranks`` torchrun starts so many processes, and the function answers with the words that one of them has written.
+    With ``ranks`` torchrun starts that many processes, and the function returns the text that one of them has
+    written.
     """
     (tmp_path / "levers_of_test.py").write_text(LEVERS)
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -98,15 +102,15 @@ def test_the_baton(begin):
     assert ready["device"] == "cpu"
     assert ready["tick_ms"] > 0
     trial.hold()
-    # While another program runs, this one takes no step.
+    # This program takes no step while another one runs.
     before = steps()
     time.sleep(0.3)
     assert steps() == before
-    # It runs as many ticks as it is told, and reports each.
+    # It runs the requested number of steps and reports each.
     times = trial.go(7, soon())
     assert len(times) == 7
     assert 7 <= steps() - before <= 9
-    # A lever is in its ticks from the next step on, and gone again when it is switched off.
+    # A lever acts from the next step on, and is gone when it is switched off.
     plain = median(trial.go(10, soon()))
     assert trial.switch([Choice("slow", 1)], soon())["skipped"] == []
     trial.go(1, soon())
@@ -119,11 +123,11 @@ def test_the_baton(begin):
     trial.go(1, soon())
     assert median(trial.go(10, soon())) < SLEEP_MS
     assert plain < SLEEP_MS
-    # One that cannot be applied is named, and takes nothing with it.
+    # A lever that cannot be applied is named and affects no other lever.
     answer = trial.switch([Choice("broken", 1), Choice("slow", 1), Choice("unknown", True)], soon())
     assert [outcome["name"] for outcome in answer["applied"]] == ["slow"]
     assert {outcome["name"]: outcome["reason"] for outcome in answer["skipped"]} == {
-        "broken": "it failed at the start (RuntimeError: it does not work here)", "unknown": "it cannot be switched in a running program"}
+        "broken": "it failed to start (RuntimeError: it does not work here)", "unknown": "it cannot be switched while the program runs"}
     options = trial.ask({"do": "options"}, soon())["options"]
     assert options == {name: {"values": [1, 2], "effect": None} for name in ("slow", "broken")}
     record = trial.finish()
@@ -192,7 +196,10 @@ while True:
 
 @pytest.mark.timeout(200)
 def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
-    """The other rank has the lever too; and a step done again on one rank leaves the averaging of gradients alone."""
+    """The other rank has the lever too.
+
+    A step repeated on one rank leaves the averaging of gradients unchanged.
+    """
     trial, seen = begin(program=RANKS, ranks=2)
     trial.wait_ready(soon() + 60)
     trial.hold()
@@ -210,5 +217,5 @@ def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
     trial.hold()
     assert len(trial.go(5, soon())) == 5  # both ranks still step together
     told = seen(0), seen(1)
-    assert len(set(zip(*told, strict=False))) == 2  # and none of them ever had the lever alone
+    assert len(set(zip(*told, strict=False))) == 2  # and none of them had the lever alone at any time
     assert trial.finish().status == "finished"

@@ -1,4 +1,4 @@
-"""The wire between a program and its parent."""
+"""The connection between a program and its parent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_message_larger_than_the_buffer(pair):
     sender.join()
 
 
-def test_silence_is_a_timeout_and_nothing_is_lost(pair):
+def test_no_message_is_a_timeout_and_nothing_is_lost(pair):
     left, right = pair
     with pytest.raises(TimeoutError):
         right.receive(0.01)

@@ -1,4 +1,6 @@
-"""The ear for gradient noise: what it hears is each batch's own gradient, and it leaves weights, buffers and scale as they were."""
+"""The probe for gradient noise: it sees each batch's own gradient and leaves weights, buffers and scale
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ BATCH = 4
 
 
 class Passing(Listener):
-    """Trains before an ear is open; then passes on what is heard, as a trial does."""
+    """Trains before a probe is open, then passes on its measurements, as a trial does."""
 
     wants_phases = True
     listening = None
@@ -83,7 +85,9 @@ def scene():
 
 
 def listen(scene, program, ticks, before=2):
-    """What was heard in so many steps, after some of training. None where the ear could not be opened; why, then."""
+    """The measurements of that many steps, after some training; None where the probe could not be opened, and
+    the reason.
+    """
     program.train(before)
     listening = Listening(Surroundings(torch, scene, Ledger))
     scene.listener._listener.listening = listening
@@ -96,8 +100,10 @@ def listen(scene, program, ticks, before=2):
 
 
 @pytest.mark.parametrize("options", [{}, {"drop": "zeros"}, {"accumulate": 2, "scaler": True, "clip": True}], ids=["plain", "zeros", "accumulated"])
-def test_each_batch_is_heard_by_its_own_gradient(scene, options):
-    """Before clipping, without the scale, micro-batches one by one; and everything is as it was."""
+def test_each_batch_is_measured_by_its_own_gradient(scene, options):
+    """The gradient is taken before clipping, without the scale, for each micro-batch; and everything is
+    restored.
+    """
     program = Program(**options)
     program.train(2)
     before = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict()))
@@ -122,28 +128,28 @@ def test_each_batch_is_heard_by_its_own_gradient(scene, options):
 
 
 def test_the_short_last_batch_is_left_out(scene):
-    """Three epochs of seven batches and a short one: neither it nor its neighbour counts."""
+    """Three epochs of seven batches and a short one: neither the short batch nor the adjacent one counts."""
     heard = listen(scene, Program(samples=7 * BATCH + 2), 24, before=8)
     assert heard["batch"] == BATCH
     assert 17 <= heard["gradients"] <= 19
 
 
-def test_several_optimizers_are_refused(scene):
+def test_several_optimizers_are_rejected(scene):
     program = Program()
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     assert "2 optimizers" in listen(scene, program, 8, before=0)["why_not"]
     del other
 
 
-def test_no_optimizer_is_refused(scene):
+def test_no_optimizer_is_rejected(scene):
     program = Program()
     program.optimizer = None
     assert "without an optimizer" in listen(scene, program, 8, before=0)["why_not"]
 
 
-def test_weights_that_move_otherwise_are_told(scene):
-    assert "otherwise than by its optimizer" in listen(scene, Program(drop="moves"), 10)["why_not"]
+def test_weights_changed_outside_the_optimizer_are_reported(scene):
+    assert "outside its optimizer" in listen(scene, Program(drop="moves"), 10)["why_not"]
 
 
-def test_too_few_steps_are_told(scene):
-    assert "the fewest" in listen(scene, Program(), 5)["why_not"]
+def test_too_few_steps_are_reported(scene):
+    assert "are needed" in listen(scene, Program(), 5)["why_not"]

@@ -1,4 +1,6 @@
-"""The ranks of one program under a trial: they switch after the same step, are listened to together, and one of them may compute by itself meanwhile."""
+"""The ranks of one program under a trial: they switch after the same step, are probed together, and one of
+them may meanwhile compute by itself.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,11 @@ def soon():
     return seconds() + 60
 
 
-def test_two_ranks_of_ours(tmp_path, monkeypatch):
+def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "trial").mkdir()
     (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")  # what a program writes beneath the folder it is started in is kept aside
+    monkeypatch.chdir(tmp_path / "work")  # what a program writes below its working folder goes to the file sandbox
     command = launcher_of(understand([sys.executable, str(tmp_path / "train.py"), str(tmp_path / "seen")]), 2, cores=2)
     base = Plan((Choice("data_parallel", {"reduction": "mean", "batches": "index", "loaders": "0"}),))
     with Trial(command, TrialFolder(tmp_path / "trial"), base, Facts()) as trial:
@@ -60,13 +62,13 @@ def test_two_ranks_of_ours(tmp_path, monkeypatch):
         assert [each["name"] for each in ready["applied"]] == ["data_parallel"]
         trial.hold()
 
-        # They listen over the same steps: who waits for its data is waited for by the other.
+        # Both are probed over the same steps: a rank that waits for its data makes the other wait.
         answer = trial.listen("pace", soon(), everywhere=True, ticks=8)
         heard = sorted(answer["ranks"], key=lambda each: each["rank"])
         assert [each["rank"] for each in heard] == [0, 1]
         assert all(len(each[name]) == 8 for each in heard for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes"))
         assert all(each["samples"] == [3.0] * 8 and each["elements"] == [15.0] * 8 for each in heard)
-        assert all(min(each["sent_bytes"]) >= 4 * 57 for each in heard)  # so many parameters
+        assert all(min(each["sent_bytes"]) >= 4 * 57 for each in heard)  # the number of parameters
         first, second = paces(heard)
         assert second.data_ms >= 3 * SLEEP_MS > first.data_ms
         assert first.exchange_ms > second.exchange_ms
@@ -74,7 +76,8 @@ def test_two_ranks_of_ours(tmp_path, monkeypatch):
         assert "rank 1 on " in imbalance(heard)
         assert "it waits" in imbalance(heard)
 
-        # They switch after the same step, and go on together after one of them has done some steps again by itself.
+        # They switch after the same step, and continue together after one of them has repeated some steps by
+        # itself.
         for choices in ([Choice("gc_pause", True)], [], [Choice("gc_pause", True)]):
             assert trial.switch(choices, soon())["skipped"] == []
             trial.go(3, soon())
@@ -92,7 +95,9 @@ def test_two_ranks_of_ours(tmp_path, monkeypatch):
 
 
 def row(rank, own, data=0.0, elements=10.0, steps=20):
-    """A rank whose steps all take what the slowest takes; ``own`` and the rest may be a list, step by step."""
+    """A rank whose steps all take what the slowest takes; ``own`` and the rest may be a list with one value
+    per step.
+    """
     def each(value):
         return list(value) if isinstance(value, list) else [value] * steps
     return {"rank": rank, "host": f"node{rank}", "own": each(own), "data_ms": each(data), "elements": each(elements), "samples": each(4.0),
@@ -108,7 +113,7 @@ def of(*rows):
     return list(rows)
 
 
-def test_who_is_waited_for_and_why():
+def test_the_slowest_rank_and_the_reason():
     assert imbalance(of(row(0, 10.0), row(1, 10.1))) == ""
     slow = imbalance(of(row(0, 10.0), row(1, 10.0), row(2, 16.0)))
     assert "in 100% of the steps rank 2 on node2; its data is like that of the others" in slow
@@ -116,6 +121,6 @@ def test_who_is_waited_for_and_why():
     assert "it has 1.50 times as much data as the mean" in imbalance(of(row(0, 10.0, elements=5.0), row(1, 20.0, elements=15.0)))
     assert "it waits 9.0 ms for its data, the others 0.0 ms" in imbalance(of(row(0, 10.0), row(1, 19.0, data=9.0)))
     turns = of(row(0, [10.0, 20.0] * 10, elements=[5.0, 15.0] * 10), row(1, [20.0, 10.0] * 10, elements=[15.0, 5.0] * 10))
-    assert "take turns" in imbalance(turns)
+    assert "not always the same" in imbalance(turns)
     assert "1.50 times as much data" in imbalance(turns)
     assert lost_ms(turns) == pytest.approx(5.0)

@@ -1,4 +1,6 @@
-"""`flatout trial`: one measured run. The program's losses are its own, bit for bit; its output and exit code pass through."""
+"""`flatout trial`, one measured run: losses are bitwise those of the program, and output and exit code pass
+through.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_the_programs_output_passes_through(observed):
     assert "done" not in done.out  # it was stopped before its end
     assert done.code == 0
     assert len(done.said) == 1
-    assert f"{record['steps']} steps measured after {record['warmup_steps']} to warm up" in done.said[0]
+    assert f"{record['steps']} steps measured after {record['warmup_steps']} warm-up steps" in done.said[0]
 
 
 def test_the_record_is_whole(observed):
@@ -83,7 +85,7 @@ def test_the_record_is_whole(observed):
 
 
 def test_the_same_seed_repeats_and_another_differs(measure, script):
-    """A script that sets no seed of its own, with draws from all three generators."""
+    """The script sets no seed of its own and uses all three random generators."""
     script("import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\n"
            "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    model.zero_grad()\n"
            "    model(x).square().mean().backward()\n    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n")
@@ -134,11 +136,11 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
 @pytest.mark.parametrize(
     ("ending", "code", "status", "says"),
     [
-        ("steps(3)", 0, "ended", "own end"),
+        ("steps(3)", 0, "ended", "finished by itself"),
         ("", 0, "ended", "without a training step"),
         ("steps(3); raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
         ("raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
-        ("steps(3); os._exit(5)", 5, "failed", "without a word"),
+        ("steps(3); os._exit(5)", 5, "failed", "without a message"),
         ("steps(3); os.kill(os.getpid(), signal.SIGSEGV)", 139, "failed", "signal 11"),
     ],
     ids=["three steps", "no step", "raises after", "raises before", "os._exit", "crash"],
@@ -153,11 +155,13 @@ def test_a_program_that_ends_by_itself(measure, script, ending, code, status, sa
         assert done.err.count("KeyError: 'mine'") == 1
         assert 'File "' in done.err
         assert "train.py" in done.err
-        assert "flatout/" not in done.err.replace("flatout: ", "")  # its traceback is its own
+        assert "flatout/" not in done.err.replace("flatout: ", "")  # the traceback is the program's own
 
 
 def test_stopping_cannot_be_swallowed(measure, script):
-    """Not by one that catches errors, and only once by one that catches everything; what a program does at the end is done."""
+    """A script that catches errors does not stop it, and one that catches everything does so only once;
+    cleanup code at the end still runs.
+    """
     script(LOOP + """
 while True:
     try:
@@ -180,7 +184,7 @@ while True:
     assert done.out.count("finally") >= 3
 
 
-def test_a_program_that_hangs_is_ended(measure, script):
+def test_a_program_that_hangs_is_stopped(measure, script):
     script(LOOP + "steps(2)\ntime.sleep(1000)\n")
     done, record = measure("python", "train.py", options=["--timeout", "8s"])
     assert done.code == 3
@@ -188,7 +192,7 @@ def test_a_program_that_hangs_is_ended(measure, script):
     assert re.search(r"flatout: the program hung: .* within \d+ s", done.said[-1])
 
 
-def test_a_program_that_hangs_while_ending_is_ended_too(measure, script):
+def test_a_program_that_hangs_while_ending_is_stopped_too(measure, script):
     script(LOOP + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
     done, record = measure("python", "train.py")
     assert record["status"] == "finished"
@@ -232,7 +236,7 @@ def test_interrupting_the_trial(flatout, script, by_hand):
 
 @pytest.mark.parametrize("kind", ["spawn", "fork"])
 def test_a_child_does_the_work(measure, script, kind):
-    """The parent only waits; the one child that trains is what is measured."""
+    """The parent only waits; the measurement covers the one child that trains."""
     script(f'''
 import multiprocessing, os
 import torch
@@ -320,7 +324,7 @@ def test_a_hundred_megabytes_of_output(measure, script):
 
 @pytest.mark.timeout(200)
 def test_two_ranks_under_torchrun(measure, script):
-    """One rank is measured, both are stopped, and neither is left behind."""
+    """One rank is measured, both are stopped, and neither is left running."""
     script('''
 import os
 import torch
@@ -380,7 +384,7 @@ def test_a_mistake_of_flatout_is_not_blamed_on_the_program(flatout, measure, scr
     script(ODD, "odd.py")
     done, record = measure("python", "odd.py")
     assert done.code == 4
-    assert "could not follow this program" in done.err
+    assert "internal error while measuring this program" in done.err
     assert "this tensor is odd" in done.err
     assert record["status"] == "broken"
 
@@ -392,10 +396,10 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     assert record["status"] == "finished"
     assert 5 < record["steps"] < 1000
     assert len(record["losses"]) >= record["steps"]
-    assert f"--timeout left time for {record['steps']} of 100000 steps" in done.err
+    assert f"measured only {record['steps']} of 100000 steps within --timeout" in done.err
 
 
-def test_a_shaken_program_starts_like_the_plain_one_and_leaves_it_after_the_first_step(flatout, script, by_hand, tmp_path, monkeypatch):
+def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(flatout, script, by_hand, tmp_path, monkeypatch):
     from flatout.launch.command import understand
     from flatout.measure.clock import seconds
     from flatout.plan.folder import TrialFolder

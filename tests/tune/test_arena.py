@@ -1,4 +1,4 @@
-"""Programs that meet: at the same tick, so that with one seed they do the same work."""
+"""Interleaved programs that are compared at the same step, so that with one seed they do the same work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.tune.together import Member, Seen, take_turns
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
 
-# Each step says how much work it does, drawn anew for every step, as episodes and sentences are.
+# Each step reports its own random amount of work, as episodes and sentences have.
 PROGRAM = """
 import os, random, sys, torch
 model = torch.nn.Linear(64, 64)
@@ -38,7 +38,7 @@ for step in range(%d):
 @pytest.fixture
 def arena(tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
-    monkeypatch.chdir(tmp_path / "project")  # what is written there is sheltered; what lies beside it is not
+    monkeypatch.chdir(tmp_path / "project")  # writes in the folder go to the file sandbox; writes next to it do not
     made = []
 
     def make(steps: int = 10**9) -> Arena:
@@ -55,7 +55,7 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
     ring = arena()
     plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 1.0)
-    plain.trial.go(17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60)  # each needs ticks of its own number to be warm
+    plain.trial.go(17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60)  # each needs steps of its own number to be warm
     assert plain.trial.ticks_done > tuned.trial.ticks_done
     rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
     assert len(rounds) == 2
@@ -67,7 +67,7 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
     ticks = min(entrant.trial.ticks_done for entrant in (plain, tuned, third))
     for entrant in (plain, tuned, third):
         entrant.trial.finish()
-    # The same tick is the same work, counted by the program itself.
+    # The same step is the same work, counted by the program itself.
     work = [[int(word) for word in path.read_text().split()] for path in tmp_path.glob("work.*")]
     assert len(work) == 3
     assert len({tuple(lengths[:ticks]) for lengths in work}) == 1

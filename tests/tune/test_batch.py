@@ -1,4 +1,6 @@
-"""Throughput against batch size: the curve is read right, and `flatout batch` measures real programs without touching them."""
+"""Throughput against batch size: the curve is read correctly, and `flatout batch` measures real programs
+without changing them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ NOISE = (1.0, 1.02, 0.99, 1.01)
 
 
 def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
-    """A record of a program that takes ``cost_ms(size)`` for a step, each pass a little slower than the one before."""
+    """A record of a program whose step takes ``cost_ms(size)``; each pass is a little slower than the one
+    before.
+    """
     record = BatchRecord(["python", "train.py"], "/", own=own, effective=effective or own, limit_bytes=2**30, limit="given")
     times = [{size: [cost_ms(size) * noise * (1 + 0.03 * at) / size for noise in NOISE] for size in sizes} for at in range(passes)]
     record.points = [BatchPoint(size, step_ms=cost_ms(size), optimizer_ms=optimizer_ms, samples_per_step=size * record.effective / own) for size in sizes]
@@ -28,8 +32,8 @@ def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
     return record
 
 
-def test_where_more_brings_nothing():
-    """A machine that is full from 64 on, where twice the batch brings one per cent."""
+def test_where_a_larger_batch_gains_nothing():
+    """A machine that is saturated from 64 on: doubling the batch gains one per cent."""
     record = curve(lambda size: max(4.0, size / 16 * (1 - 0.01 * math.log2(size / 64))), (8, 16, 32, 64, 128, 256))
     assert (record.best, record.enough) == (256, 64)
     assert record.enough_low <= 64 <= record.enough_high < 256
@@ -37,17 +41,20 @@ def test_where_more_brings_nothing():
     assert speeds[64].median == pytest.approx(8, rel=0.02)
     assert speeds[64].low <= speeds[64].median <= speeds[64].high
     assert record.again.low <= 1 <= record.again.high
-    assert "from 64 samples a batch on more brings less than 5 %" in " ".join(sentences(record))
+    assert "above 64 samples a batch, a larger size gives less than 5 % more samples/s" in " ".join(sentences(record))
 
 
 def test_where_nothing_fits():
     record = BatchRecord(["python", "train.py"], "/", own=8, limit_bytes=2**20, limit="given",
                          points=[BatchPoint(16, "too big"), BatchPoint(8, "too big", peak_bytes=2**21)])
-    assert "no size fits into 1.00 MiB (given): already 8 samples a batch take 2.00 MiB" in sentences(record)[0]
+    assert "no batch size fits into 1.00 MiB (given): even 8 samples a batch take 2.00 MiB" in sentences(record)[0]
 
 
 def test_the_effective_batch_is_kept_by_accumulation():
-    """A step of 2 ms for each update and 1 ms a sample, but 3 ms a sample where more than 8 are in a batch: 8 micro-batches of 8 are the fastest way to 64."""
+    """A step takes 2 ms for each update and 1 ms a sample, but 3 ms a sample in batches above 8.
+
+    So 8 micro-batches of 8 are the fastest way to 64.
+    """
     record = curve(lambda size: 2 + size * (3 if size > 8 else 1), (2, 8, 64, 128), own=64, optimizer_ms=2.0)
     kept = {point.size: point for point in record.points}
     assert kept[8].kept_micro_batches == 8
@@ -58,8 +65,8 @@ def test_the_effective_batch_is_kept_by_accumulation():
     assert "computed from the phases of a step" in " ".join(sentences(record))
 
 
-def test_a_program_that_accumulates_may_do_so_less():
-    """Four micro-batches of 8: 32 in one is as large an effective batch."""
+def test_a_program_that_accumulates_may_accumulate_less():
+    """Four micro-batches of 8: one batch of 32 is as large an effective batch."""
     record = curve(lambda size: 1 + 4 * (2 + size), (8, 32, 64), own=8, effective=32)
     kept = {point.size: point.kept_micro_batches for point in record.points}
     assert kept == {8: 4, 32: 1, 64: None}
@@ -94,7 +101,7 @@ noises = st.builds(NoiseSeen, st.integers(0, 10**6), st.one_of(st.none(), st.int
 
 @settings(max_examples=25)
 @given(st.lists(points, max_size=6, unique_by=lambda p: p.size), noises, st.text(max_size=30))
-def test_whatever_was_seen_is_drawn(points, noise, word):
+def test_any_measurements_can_be_plotted(points, noise, word):
     record = BatchRecord(["python", word], "/", own=points[0].size if points else None, points=points, noise=noise, best=points[-1].size if points else None,
                          enough=points[0].size if points else None, limit=word)
     assert BatchRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
@@ -116,7 +123,7 @@ def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
 @pytest.mark.parametrize(("record", "status", "words"), [
     (TrialRecord("failed", log_tail="x\nRuntimeError: DefaultCPUAllocator: can't allocate memory", exit_code=1), "out of memory", "allocate"),
     (TrialRecord("failed", reason="killed", exit_code=-9), "out of memory", "kernel"), (TrialRecord("hung", reason="it did not answer"), "no time", "answer"),
-    (TrialRecord("ended"), "failed", "own end"), (TrialRecord("failed", log_tail="ValueError: shape '[8, 4]'", exit_code=1), "failed", "shape '[8, 4]'"),
+    (TrialRecord("ended"), "failed", "the program finished"), (TrialRecord("failed", log_tail="ValueError: shape '[8, 4]'", exit_code=1), "failed", "shape '[8, 4]'"),
 ])
 def test_why_a_size_did_not_run(record, status, words):
     error = did_not_run(record)
@@ -142,7 +149,10 @@ while True:
 
 @pytest.mark.timeout(150)
 def test_a_real_program(flatout, script):
-    """A quadratic: B = tr(Sigma) / |G|^2 = 24 / 6 = 4. Twice its batch runs, a million samples are not there."""
+    """A quadratic:
+
+    B = tr(Sigma) / |G|^2 = 24 / 6 = 4. Twice its batch runs; a million samples do not exist.
+    """
     script(QUADRATIC)
     done = flatout("batch", "--job", "job", "--budget", "12s", "--sizes", "16,1000000", "python", "train.py", timeout=140)
     assert done.code == 0, done.err
@@ -169,7 +179,7 @@ def test_a_real_program(flatout, script):
 
 @pytest.mark.timeout(120)
 def test_a_program_without_a_loader(flatout, tiny, script):
-    """Nothing to change; its noise is told in its own batches."""
+    """There is nothing to change; its noise is reported in its own batches."""
     script(tiny)
     done = flatout("batch", "--job", "job", "--budget", "5s", "--json", "python", "train.py", timeout=100)
     assert done.code == 0, done.err
@@ -181,7 +191,7 @@ def test_a_program_without_a_loader(flatout, tiny, script):
 
 
 @pytest.mark.parametrize(("options", "words"), [(("--sizes", "8,none"), "list of batch sizes"), (("--memory-limit", "eight"), "amount of memory")])
-def test_what_makes_no_sense_is_refused(flatout, options, words):
+def test_invalid_options_are_rejected(flatout, options, words):
     done = flatout("batch", *options, "python", "train.py")
     assert done.code == 2
     assert words in done.err

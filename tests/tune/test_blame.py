@@ -1,4 +1,6 @@
-"""Real programs that fail or end: whose fault it is, and that a lever is never blamed for what the program does by itself."""
+"""Real programs that fail or end: the search finds the cause, and never blames a lever for the program's own
+behaviour.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.timeout(180)
 
 LEVER = {lever.name: lever for lever in TABLE}
 LEVERS = {"malloc": ("glibc",), "gc_pause": (True,)}
-# What a program may do at its 60th step, once a lever or two of them are there.
+# What a program may do at its 60th step, under one or two levers.
 PRELUDE = "import gc, os, sys\nBAD = '%s'.split()\n"
 CHECK = """    seen = {"malloc": "MALLOC_TOP_PAD_" in os.environ, "gc_pause": not gc.isenabled() or gc.get_threshold()[0] > 10_000, "always": True}
     if step == 60 and all(seen[name] for name in BAD):
@@ -51,7 +53,9 @@ def make(tmp_path, monkeypatch, by_hand):
 
 
 def run_under(tuning: Tuning, keys: set[str]) -> None:
-    """One program with these factors on, from its start to beyond the 60th step; then what the search makes of its end."""
+    """Run one program with these factors on, from its start to beyond the 60th step, and return how the
+    search classifies its end.
+    """
     for name, values in LEVERS.items():
         tuning.candidates[name] = Candidate(LEVER[name], values, Effect.EXACT)
     make_space(tuning)
@@ -62,11 +66,11 @@ def run_under(tuning: Tuning, keys: set[str]) -> None:
     program_ended(tuning, keys, seen)
 
 
-def test_a_lever_that_the_program_does_not_survive_is_found_among_others(make):
+def test_the_lever_that_crashes_the_program_is_found_among_others(make):
     tuning = make("malloc")
     run_under(tuning, {"malloc=glibc", "gc_pause"})
     assert tuning.candidates["malloc"].status is Status.REJECTED
-    assert tuning.candidates["malloc"].reason == "the program does not survive it: ValueError: it was too much"
+    assert tuning.candidates["malloc"].reason == "the program fails with it: ValueError: it was too much"
     assert tuning.candidates["gc_pause"].status is Status.SKIPPED
     assert set(tuning.choices) == {"gc_pause"}
 
@@ -80,7 +84,7 @@ def test_two_levers_that_fail_only_together_stay_apart(make):
     assert tuning.session.contests[-1].note == "they do not work together: ValueError: it was too much"
 
 
-def test_what_the_plain_program_does_by_itself_is_no_levers_fault(make):
+def test_failures_of_the_plain_program_are_no_levers_fault(make):
     tuning = make("always")
     run_under(tuning, {"malloc=glibc", "gc_pause"})
     assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
@@ -92,7 +96,10 @@ def test_what_the_plain_program_does_by_itself_is_no_levers_fault(make):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ends", ["by itself", "with an error"])
 def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):
-    """Sixty steps: a few blocks in each process, and no lever says that the program is too short, or that the program does not survive it."""
+    """With sixty steps each process gives a few blocks.
+
+    No lever reports that the program is too short or that it fails.
+    """
     if ends == "by itself":
         monkeypatch.setenv("STEPS", "60")
     for budget_s in (40.0, 120.0, 300.0):  # a busy machine starts few programs in 40 s
@@ -105,7 +112,7 @@ def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends
     levers = {lever.name: lever for lever in found.levers}
     for name in LEVERS:
         assert levers[name].ratio is not None or found.disturbance, levers[name].reason
-        assert "survive" not in levers[name].reason
+        assert "fails with it" not in levers[name].reason
         assert "short" not in levers[name].reason
     assert found.baseline.step_ms
     assert tuning.arena.running == []

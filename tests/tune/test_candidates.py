@@ -29,10 +29,10 @@ def options(**changed):
 
 @pytest.mark.parametrize(("effects", "only"), [(EVERY, None), (EVERY, frozenset({"batch_size"})), (frozenset(Effect), frozenset({"batch_size"}))])
 def test_what_changes_the_maths_is_never_tried(effects, only):
-    """Neither when it is asked for by name: a plan by hand is the place for it."""
+    """Asking for it by name does not help either: it belongs in a hand-written plan."""
     one = consider(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)["batch_size"]
     assert not one.open
-    assert "it changes what is learned" in one.reason
+    assert "changes the training result" in one.reason
 
 
 def test_a_candidate_without_a_value_has_no_choice():
@@ -40,16 +40,16 @@ def test_a_candidate_without_a_value_has_no_choice():
         assert candidate().choice
 
 
-def test_what_was_asked_for_narrows_the_field():
+def test_requested_levers_narrow_the_candidates():
     found = consider(options(), EVERY, frozenset({"tf32"}))
     assert [name for name, one in found.items() if one.open] == ["tf32"]
-    assert found["gc_pause"].reason == "it was not among the levers asked for"
+    assert found["gc_pause"].reason == "not among the requested levers"
     assert found["threads"].reason == "it does not apply here"
     assert list(found) == [lever.name for lever in TABLE]
 
 
-def test_effects_narrow_the_field_by_what_they_are_here():
-    """Workers over data that draws nothing are exact, whatever the lever says of itself."""
+def test_effects_narrow_the_candidates_by_their_effect_here():
+    """Workers over a data set without random numbers are exact, whatever the lever declares."""
     resampled = consider(options(), frozenset({Effect.EXACT}), None)
     assert [name for name, one in resampled.items() if one.open] == ["gc_pause"]
     assert "its effect here is resampled" in resampled["loader"].reason
@@ -61,7 +61,7 @@ def test_effects_narrow_the_field_by_what_they_are_here():
 def test_half_precision_can_be_left_out():
     found = consider(options(autocast={"values": ["bfloat16"], "effect": None}), frozenset({Effect.EXACT, Effect.ROUNDING}), None)
     assert not found["autocast"].open
-    assert found["autocast"].reason == "its effect here is precision, which was not asked for"
+    assert found["autocast"].reason == "its effect here is precision, which was not requested"
     assert consider(options(autocast={"values": ["bfloat16"], "effect": None}), frozenset({Effect.PRECISION}), None)["autocast"].open
 
 
@@ -74,7 +74,7 @@ def test_half_precision_can_be_left_out():
         ({"length": None, "batch_size": None, "num_workers": 0}, True),
     ],
 )
-def test_nothing_that_fetches_a_whole_data_set_first_where_that_takes_long(loader, offered):
+def test_levers_that_load_the_whole_data_set_first_are_left_out_where_that_takes_long(loader, offered):
     held = {"cached_prefix": candidate("cached_prefix", ({"mib": 9, "ahead": True}, {"mib": 9})), "threads": candidate()}
     without_long_starts(held, [loader], {"tick_ms": 100.0, "data_ms": 20.0}, most_s=10.0)
     assert [value.get("ahead", False) for value in held["cached_prefix"].values] == ([True, False] if offered else [False])

@@ -1,4 +1,6 @@
-"""Programs whose compiler works while others are measured: each has its turn, in the memory that there is, and is measured before the time is over."""
+"""Programs that compile while others are measured: each is interleaved within the available memory and
+measured before the time is over.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ def under(compiling: Compiling) -> set[str]:
     return {choice.name for choice in compiling.trial.plan} if compiling.trial is not None else set()
 
 
-def test_each_value_of_a_compiler_has_its_turn(make):
-    """Beside what the prior expects to be faster, and never beside what excludes it."""
+def test_each_value_of_a_compiler_is_measured(make):
+    """A value runs with the levers that the prior expects to be faster, and never with those that
+    exclude it.
+    """
     tuning = make(compile=("default", "max-autotune-no-cudagraphs"), inplace=(True,), gc_pause=(True,))
     make_space(tuning)
     compiling, seen = Compiling(tuning), []
@@ -86,7 +90,7 @@ def test_where_there_is_room_no_time_is_kept_before_it_has_begun(make):
     assert Compiling(tuning).reserved_s == 0.0
 
 
-def test_a_compiler_for_which_there_is_no_time_is_not_begun(make):
+def test_a_compiler_without_enough_time_is_not_started(make):
     tuning = make(compile=("default",))
     make_space(tuning)
     tuning.start_s -= 300.0

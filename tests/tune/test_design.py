@@ -1,4 +1,4 @@
-"""What is measured next: rows keep the rules, balance what is not known yet, and leave alone what is settled."""
+"""What is measured next: rows keep the rules, balance the unknown effects, and leave settled ones alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE: frozenset[str] = frozenset()
 
 
 def mixed_space(live: int = 5, process: int = 5, **kwargs) -> Space:
-    """Live levers a, b, ..., process levers p, q, ..."""
+    """Live levers a, b, ... and process levers p, q, ..."""
     return Space((*(Factor(key, key, True) for key in "abcdefghijkl"[:live]), *(Factor(key, key, False) for key in "pqrstuv"[:process])), **kwargs)
 
 
@@ -36,7 +36,7 @@ def ruled_spaces(draw) -> Space:
 
 
 def measured(space: Space, rng: np.random.Generator, processes: int, rows: int = 8, effects: dict[str, float] | None = None) -> list[Block]:
-    """Blocks of designed processes of a program with these effects; 0 for the others."""
+    """Blocks of designed processes of a program with these effects; 0 for all other effects."""
     blocks: list[Block] = []
     for process in range(processes):
         on = next_processes(space, fit(space, blocks), blocks, 1, rng, always_plain=False)[0]
@@ -50,7 +50,9 @@ def measured(space: Space, rng: np.random.Generator, processes: int, rows: int =
 @given(ruled_spaces(), st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_every_row_is_allowed(space, seed, processes, always_plain):
-    """Also rows of live levers that need a process lever, or the other way round: what a process has on is completed by its blocks."""
+    """This holds for live levers that need a process lever and the reverse: the blocks of a process complete
+    its levers.
+    """
     rng = np.random.default_rng(seed)
     blocks = measured(space, rng, processes, 4)
     fitted = fit(space, blocks) if blocks else None
@@ -79,7 +81,9 @@ def test_always_plain_is_in_each_wave():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_processes_are_balanced_at_first(seed):
-    """Of twelve processes each lever is on in four to eight, and each pair of levers is seen in all four combinations."""
+    """Of twelve processes each lever is on in four to eight, and each pair of levers occurs in all four
+    combinations.
+    """
     rows = next_processes(mixed_space(), None, (), 12, np.random.default_rng(seed), always_plain=False)
     for key in "pqrst":
         assert 4 <= sum(key in row for row in rows) <= 8
@@ -89,7 +93,9 @@ def test_processes_are_balanced_at_first(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_are_balanced_at_first(seed):
-    """Of sixteen blocks each live lever is on in four to twelve, and each pair is seen in at least three combinations."""
+    """Of sixteen blocks each live lever is on in four to twelve, and each pair occurs in at least three
+    combinations.
+    """
     rows = live_rows(mixed_space(), None, frozenset({"p", "q"}), 16, np.random.default_rng(seed))
     for key in "abcde":
         assert 4 <= sum(key in row for row in rows) <= 12
@@ -103,7 +109,7 @@ def test_some_blocks_have_all_that_is_likely():
 
 
 def test_few_switches():
-    """Fewer than the same rows in an order at random."""
+    """There are fewer switches than in the same rows in random order."""
     rng = np.random.default_rng(0)
     rows = live_rows(mixed_space(), None, NONE, 16, rng)
     shuffled = np.mean([switches([rows[at] for at in rng.permutation(16)]) for _ in range(50)])
@@ -115,7 +121,7 @@ def switches(rows: list[frozenset[str]]) -> int:
 
 
 def test_what_is_settled_is_not_varied():
-    """Levers that win by far stay on, those that lose by far stay off; those that were not measured are varied."""
+    """Clear winners stay on and clear losers stay off; unmeasured levers are varied."""
     rng, effects = np.random.default_rng(0), {"a": -0.3, "b": 0.3, "c": -0.3, "d": 0.3, "e": 0.3, "f": 0.3, "p": -0.5, "q": 0.5, "r": 0.5}
     blocks, space = measured(mixed_space(6, 3), rng, 24, 12, effects), mixed_space(12, 4)
     fitted = fit(space, blocks)
@@ -128,7 +134,7 @@ def test_what_is_settled_is_not_varied():
         assert 4 <= sum(key in row for row in rows) <= 20
 
 
-def test_where_all_is_settled_the_plan_is_measured_beside_the_plain_program():
+def test_once_all_is_settled_the_plan_is_compared_with_the_plain_program():
     space = Space((Factor("a", "a", True), Factor("p", "p", False)))
     blocks = measured(space, np.random.default_rng(0), 24, 12, {"a": -1.0, "p": -1.0})
     fitted = fit(space, blocks)
@@ -137,7 +143,7 @@ def test_where_all_is_settled_the_plan_is_measured_beside_the_plain_program():
 
 
 def test_rows_go_where_something_is_undecided():
-    """After much data of one lever and none of another, the next processes tell most of the other."""
+    """After much data on one lever and none on another, the next processes measure mostly the other."""
     space, rng = mixed_space(0, 2), np.random.default_rng(0)
     blocks = [Block(process, frozenset({"p"} if process % 2 else ()), 8.0 * process + at, at, math.exp(4 + 0.03 * rng.standard_normal()))
               for process in range(12) for at in range(4)]

@@ -1,4 +1,8 @@
-"""The regression of the search: its answers beside independent computations, its intervals on simulated programs, and laws of allowed sets."""
+"""The regression of the search.
+
+Its answers are compared with independent computations, its intervals with simulated programs, and allowed
+sets with their rules.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from hypothesis import strategies as st
 from flatout.tune.effects import Block, Factor, Space, Spread, fit
 from flatout.tune.mixed_model import Component, Group, solve
 
-FIXED = 1e-6  # log sd of a component that is known
+FIXED = 1e-6  # log sd of a known component
 
 
 def space_of(levers: int, values: int = 1, **kwargs) -> Space:
@@ -41,7 +45,7 @@ def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
 
 def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04,
               luck: float = 0.05) -> tuple[list[Block], dict[str, float]]:
-    """Blocks of a program with known effects, and these."""
+    """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
     blocks, every = [], [space.keys(row) for row in space.every_row]
     for process in range(processes):
@@ -85,7 +89,10 @@ def test_a_key_twice_or_unknown_is_rejected():
 @given(spaces(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_the_descent_finds_what_enumeration_finds(space, seed):
-    """Where sets cannot be enumerated they are searched; single levers and linked pairs suffice for effects without large interactions."""
+    """Sets that cannot be enumerated are searched.
+
+    Single levers and linked pairs suffice for effects without large interactions.
+    """
     effects = np.random.default_rng(seed).normal(0, 1, (4, len(space.factors) + len(space.pairs)))
     effects[:, len(space.factors):] *= 0.05
     best = space.best_rows(effects, 0.01)
@@ -97,7 +104,7 @@ def test_the_descent_finds_what_enumeration_finds(space, seed):
 
 
 def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
-    """The answer of a space that holds too many sets to enumerate them."""
+    """The answer for a space with too many sets to enumerate."""
     large = Space(space.factors, space.excludes, space.needs)
     large.__dict__["every_row"] = None
     return large.best_rows(effects, 0.01)
@@ -115,7 +122,9 @@ def test_many_factors_are_searched_in_time_and_within_the_rules():
 
 
 def test_as_generalised_least_squares():
-    """With known variances and normal noise: the posterior of a small case, computed from the covariance of the measurements."""
+    """With known variances and normal noise: the posterior of a small case, computed from the covariance of
+    the measurements.
+    """
     space = Space((Factor("a", "a", True, mean=-0.1, sd=0.2), Factor("b", "b", False, sd=0.3)))
     rows = [(0, ""), (0, "a"), (1, "b"), (1, "ab"), (2, ""), (2, "a"), (3, "b"), (3, "ab"), (3, "b")]
     rng = np.random.default_rng(1)
@@ -137,8 +146,10 @@ def test_as_generalised_least_squares():
     assert fitted.gain(frozenset("a")).median == pytest.approx(math.exp(-expected[0]), rel=1e-4)
 
 
-def test_what_is_not_known_of_luck_widens_the_interval():
-    """Four processes, two with the lever: beside an integral over four hundred values of the luck."""
+def test_unknown_process_variation_widens_the_interval():
+    """Four processes, two with the lever, compared with an integral over four hundred values of the
+    process-to-process variation.
+    """
     space, prior_sd, median, log_sd = Space((Factor("p", "p", False, sd=0.3),)), 0.3, 0.04, 0.6
     rng = np.random.default_rng(8)
     rows = [(process, process % 2) for process in range(4) for _ in range(6)]
@@ -213,7 +224,9 @@ def test_an_outlier_has_little_influence():
 
 
 def test_the_same_window_is_the_same_work():
-    """Windows that differ by half of the time, in the same order under both plans: without them the intervals would be far wider."""
+    """Windows differ by half of the time, in the same order under both plans; without them the intervals
+    would be far wider.
+    """
     rng = np.random.default_rng(3)
     work = rng.normal(0, 0.5, 12)
     blocks = [Block(process, frozenset({"d=0"} if process % 2 else ()), 0.4 * at, at,
@@ -225,7 +238,7 @@ def test_the_same_window_is_the_same_work():
 
 
 def test_intervals_cover_the_truth():
-    """40 programs of six levers: 93 to 97 % is what thousands show; 240 intervals differ from that by chance."""
+    """40 programs of six levers. Thousands show 93 to 97 %; 240 intervals differ from that by chance."""
     space, covered = space_of(6), []
     for seed in range(40):
         blocks, effects = simulated(space, np.random.default_rng(seed), 8, 8)
@@ -248,7 +261,7 @@ def test_regret_falls_with_data():
         assert values[0] > 2 * values[1] > 2 * values[2]
 
 
-def test_luck_and_noise_are_told_apart():
+def test_process_variation_and_noise_are_separated():
     blocks, _ = simulated(space_of(2), np.random.default_rng(4), 16, 12, noise=0.02, luck=0.1)
     fitted = fit(space_of(2), blocks)
     assert 0.06 < fitted.luck < 0.16
@@ -268,15 +281,15 @@ def test_draws_are_those_of_the_posterior():
     assert estimate.chance == pytest.approx((gains > 1).mean(), abs=0.03)
 
 
-def test_however_much_is_measured_sets_are_known_to_their_misfit_only():
-    """Interactions of three levers are not in the model."""
+def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
+    """The model has no interactions of three levers."""
     blocks = [Block(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2) for at in range(400)]
     estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
 
 
-def test_an_effect_beside_another_value_of_its_lever():
+def test_an_effect_relative_to_another_value_of_its_lever():
     fitted = fit(space_of(1, values=2), [Block(0, frozenset({key} if key else ()), float(at), at, ms) for at, (key, ms) in
                                          enumerate([("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3)])
     for beside in ("a=0", "a=1"):
@@ -291,7 +304,7 @@ def test_a_gain_that_is_too_small_is_left_out():
 
 
 def test_a_t_prior_shrinks_large_effects_less():
-    """One coefficient far outside its prior, measured well enough to say so."""
+    """One coefficient far outside its prior, measured precisely enough to show it."""
     x, y = np.ones((6, 1)), np.full(6, 1.0) + np.array([0.05, -0.05, 0.03, -0.03, 0.01, -0.01])
     noise = Component(0.2, FIXED)
     normal, tailed = (solve(x, y, [Group(1, np.array([0.1]), 0.0, tail)], noise, slice(0, 1)).parts[0].mean[0] for tail in (None, 4.0))
@@ -302,7 +315,7 @@ def test_a_t_prior_shrinks_large_effects_less():
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="threads are counted in /proc")
 @pytest.mark.parametrize("limit", [None, "2"])
 def test_numpy_has_one_thread_and_the_environment_is_as_before(limit):
-    """In a process that imports the search first, with a product that is large enough for a pool of threads."""
+    """This runs in a process that imports the search first, with a product large enough for a thread pool."""
     code = ("import flatout.tune.search, os, numpy\n"
             "numpy.ones((600, 600)) @ numpy.ones((600, 600))\n"
             "print(os.environ.get('OMP_NUM_THREADS'), [line.split()[1] for line in open('/proc/self/status') if line.startswith('Threads')][0])")
@@ -313,7 +326,9 @@ def test_numpy_has_one_thread_and_the_environment_is_as_before(limit):
 
 
 def test_a_machine_that_changes_its_speed_within_seconds():
-    """Programs that take turns are slow and fast together: that is a moment of the machine, and not the noise of their blocks."""
+    """Interleaved programs are slow and fast together: that is a phase of the machine, not noise of their
+    blocks.
+    """
     rng, space, blocks = np.random.default_rng(0), Space((Factor("p", "p", False),)), []
     for turn in range(48):
         slow = 0.5 * (0.7 * turn % 8.0 < 4.0)

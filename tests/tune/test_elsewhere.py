@@ -1,4 +1,7 @@
-"""A search on the nodes of a real Ray cluster, two on this machine; a worker is killed while it measures. Skipped where Ray is not installed."""
+"""A search on a real Ray cluster with two nodes on this machine; a worker is killed while it measures.
+
+Skipped where Ray is not installed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def tuning(cluster, tmp_path, monkeypatch, tiny):
 
 
 def kill_a_worker_that_measures(killed: list[psutil.Process]) -> None:
-    """The first Ray worker whose contest has started a program; ``killed`` are the processes that must end with it."""
+    """Kill the first Ray worker whose comparison has started a program; ``killed`` are the processes that
+    must end with it.
+    """
     for _ in range(1200):
         ours = [each for each in psutil.process_iter(["cmdline", "cwd"]) if each.info["cwd"] == os.getcwd()]
         for contest in [each for each in ours if CONTEST in (each.info["cmdline"] or ())]:
@@ -86,8 +91,8 @@ def test_a_wave_is_spread_over_the_nodes(tuning):
     assert tuning.arena.running == []  # nothing was started here
 
 
-def test_who_is_unlike_or_silent_takes_no_part(tuning, cluster):
-    with pytest.raises(UsageError, match=r"no node of the cluster is like this machine.*another machine \('.* cores"):
+def test_nodes_that_differ_or_do_not_answer_are_left_out(tuning, cluster):
+    with pytest.raises(UsageError, match=r"no node of the cluster matches this machine.*another machine \('.* cores"):
         on_ray(cluster, tuning.command, replace(tuning.facts, cores=99))
     elsewhere, order = tuning.elsewhere, together_order(tuning, [Asked(Plan(), (None,))], 60.0)
     hosts = elsewhere.hosts

@@ -1,4 +1,6 @@
-"""The fastest plan that fits: measured in a real program, chosen by rule, told in words."""
+"""The fastest plan that fits into memory: measured in a real program, chosen by rule, explained in the
+report.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ while True:
 
 @pytest.mark.timeout(200)
 def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
-    """Every value of recompute is a point with a ratio and a peak; block by block it falls, and the fastest that fits is taken."""
+    """Every value of recompute is a point with a ratio and a peak.
+
+    The peak falls block by block, and the fastest point that fits is taken.
+    """
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -48,7 +53,7 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
     try:
         observe(tuning)
         assert tuning.candidates["recompute"].for_memory
-        assert not tuning.candidates["recompute"].open  # no race for what is slower on purpose
+        assert not tuning.candidates["recompute"].open  # levers that trade speed for memory do not compete on speed
         monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
         tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
         fit(tuning, [])  # everything fits
@@ -91,34 +96,34 @@ def tuning(tmp_path):
 def test_what_is_chosen(tuning):
     cheap, fused = candidate("recompute"), candidate("fused_optimizer")
     part = ((cheap, Choice("recompute", {"ops": "cheap"}, Origin.TUNER)),)
-    # The plain program fits, with the winners too: they stay.
+    # The plain program and the winners fit: the winners stay.
     assert _chosen(tuning, [fused], [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)]) == [fused]
-    # It fits alone, the winners do not.
+    # The plain program fits; the winners do not.
     assert _chosen(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
     assert fused.status is Status.REJECTED
-    # Nothing fits but what is slower.
+    # Only the slower levers fit.
     fused.status = Status.SKIPPED
     assert _chosen(tuning, [fused], [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)]) == [fused, cheap]
     assert tuning.must_fit
     assert (cheap.value, cheap.status) == ({"ops": "cheap"}, Status.SKIPPED)
-    # Nothing at all.
+    # Nothing fits.
     assert _chosen(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
 
 
-def test_what_is_said():
+def test_messages():
     session = SessionRecord(["x"], "", {}, memory_limit_bytes=100 * 2**20)
     session.frontier = [Point("plain", 150 * 2**20), Point("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3))]
-    assert "recompute(blocks=1.0) comes nearest and takes 20 MiB more" in verdict(session)
+    assert "the smallest, recompute(blocks=1.0), needs 20 MiB more" in verdict(session)
     session.frontier[1].peak_bytes, session.frontier[1].fits = 90 * 2**20, True
     assert "was not confirmed" in verdict(session)
     session.frontier[1].chosen, session.speedup, session.guard.verdict = True, Ratio(0.8, 0.7, 0.9, 3), "same"
-    assert verdict(session) == ("within 100 MiB, where the plain program does not fit, with recompute(blocks=1.0): 0.80x (0.70-0.90, n=3) as fast, "
-                                "with bitwise the same results")
+    assert verdict(session) == ("recompute(blocks=1.0) fits into 100 MiB, the plain program does not: 0.80x (0.70-0.90, n=3) as fast, "
+                                "with bitwise identical results")
     session.frontier[0].fits = True
     assert verdict(session).startswith("probably 0.80x")
 
 
-def test_without_a_limit_nothing_is_looked_at_that_is_slower_on_purpose():
+def test_without_a_limit_memory_levers_are_not_measured():
     answers = {lever.name: {"values": [True], "effect": None} for lever in TABLE}
     every = frozenset(Effect) - {Effect.CHANGES_MATH}
     saving = {lever.name for lever in TABLE if lever.saves_memory}
@@ -127,9 +132,9 @@ def test_without_a_limit_nothing_is_looked_at_that_is_slower_on_purpose():
     assert "--memory-limit" in found["recompute"].reason
     limited = consider(answers, every, None, limited=True)
     assert {name for name in saving if limited[name].for_memory} == saving - {"optimizer_state"}
-    assert "by name" in limited["optimizer_state"].reason
+    assert "name it in a plan" in limited["optimizer_state"].reason
     assert not any(limited[name].open for name in saving)
-    assert consider(answers, every, frozenset({"recompute"}))["recompute"].open  # asked for by name, it is raced like any other
+    assert consider(answers, every, frozenset({"recompute"}))["recompute"].open  # requested by name, it competes on speed like any other
 
 
 @pytest.mark.parametrize(("text", "size"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mib", 800 * 2**20), ("512", 512), ("2q", None), ("-1GB", None),

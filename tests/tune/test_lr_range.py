@@ -1,4 +1,6 @@
-"""The learning-rate range test: the curve is read right, and `flatout lr` runs it on real programs without touching them."""
+"""The learning-rate range test: the curve is read correctly, and `flatout lr` runs it on real programs
+without changing them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def points(loss_of, low=1e-6, high=10.0, count=120):
 
 
 def valley(rate):
-    """Flat, then falling around 1e-3, lowest about 3e-2, gone above 0.5."""
+    """Flat, then falling around 1e-3, lowest about 3e-2, diverged above 0.5."""
     fall = 2.0 / (1 + (1e-3 / rate) ** 1.5)
     return 3.0 - fall + (rate / 0.3) ** 3
 
@@ -39,7 +41,7 @@ def test_a_valley_is_read():
     assert "falls fastest" in why
 
 
-def test_a_fall_right_before_the_edge_is_kept_away_from():
+def test_the_suggestion_keeps_a_distance_from_the_edge():
     rate, why = suggest(0.09, 0.1, 0.12)
     assert rate == pytest.approx(0.1 / 3)
     assert "too near" in why
@@ -47,7 +49,7 @@ def test_a_fall_right_before_the_edge_is_kept_away_from():
 
 @pytest.mark.parametrize(("loss_of", "words"), [(lambda rate: 3.0, "does not fall anywhere"), (lambda rate: 3.0 + 1e5 * rate, "before it diverges"),
                                                 (lambda rate: 1.0 if rate < 1e-3 else math.inf, "before it diverges")], ids=["flat", "rising", "infinite"])
-def test_nothing_to_suggest_is_said(loss_of, words):
+def test_no_suggestion_is_explained(loss_of, words):
     found = read(points(lambda rate: value if math.isfinite(value := loss_of(rate)) else None))
     rate, why = suggest(*found)
     assert rate is None
@@ -55,7 +57,7 @@ def test_nothing_to_suggest_is_said(loss_of, words):
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=60))
-def test_whatever_was_heard_is_read_and_drawn(losses):
+def test_any_recorded_losses_are_read_and_plotted(losses):
     test = LrRange()
     test.points = [LrPoint(1e-6 * 1.2**at, loss, smooth) for at, (loss, smooth) in enumerate(zip(losses, smoothed(losses), strict=True))]
     test.steepest, test.lowest, test.diverged = read(test.points)
@@ -84,7 +86,7 @@ def test_optimizers_are_read_as_they_are_written(wanted):
 
 
 @pytest.mark.parametrize("text", ["", "sgd(", "sgd(0.9)", "sgd(**x)", "sgd(momentum=__import__('os'))", "1 + 1", "own,own", "a b", "sgd,,adam"])
-def test_what_is_no_optimizer_is_refused(text):
+def test_invalid_optimizers_are_rejected(text):
     with pytest.raises(UsageError, match="optimizers"):
         read_optimizers(text)
 
@@ -125,7 +127,10 @@ torch.save(model.state_dict(), "model.pt")
 
 @pytest.mark.timeout(120)
 def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script):
-    """The weight starts each step at 1, so its loss is the same whatever the learning rate: nothing falls, and that is said."""
+    """The weight starts each step at 1, so its loss is the same at every learning rate.
+
+    Nothing falls, and the report says so.
+    """
     script(QUADRATIC)
     done = flatout("lr", "--json", "--job", "job", "--steps", "40", "--high", "1", "python", "train.py", timeout=100)
     assert done.code == 0, done.err
@@ -138,7 +143,10 @@ def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script
 
 @pytest.mark.timeout(240)
 def test_optimizers_side_by_side(flatout, script):
-    """SGD on a small regression falls between 1e-3 and 1, and at 10 the program fails. Each then trains from the same weights, at what its test suggests."""
+    """SGD on a small regression falls between 1e-3 and 1 and fails at 10.
+
+    Each optimizer then trains from the same weights at its suggested rate.
+    """
     script(LEARNS)
     done = flatout("lr", "--job", "job", "--steps", "80", "--optimizers", "own,adamw(betas=(0.8, 0.9))", "python", "train.py", timeout=200)
     assert done.code == 0, done.err
@@ -160,7 +168,7 @@ def test_optimizers_side_by_side(flatout, script):
     for each in others:
         assert each.points[0].loss == as_is.points[0].loss  # before any update
         assert at_the_end(each) < 0.9 * at_the_end(as_is)
-    assert "After the same computing" in done.out
+    assert "After the same compute time" in done.out
     page = (flatout.folder / "job" / "lr.html").read_text()
     assert "<script" not in page
     assert f"suggested {own.suggestion:.2g}" in page
@@ -205,7 +213,7 @@ def test_a_stand_in_steps_as_the_optimizer_itself_would():
     ],
     ids=["fails", "never trains", "turned round", "too few"],
 )
-def test_honest_words(flatout, script, source, options, code, words):
+def test_clear_messages(flatout, script, source, options, code, words):
     script(source)
     done = flatout("lr", "--job", "job", *options, "python", "train.py")
     assert done.code == code

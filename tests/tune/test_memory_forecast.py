@@ -1,4 +1,7 @@
-"""`flatout memory` on real programs: what it foretells is what real steps take, the program is not touched, and what cannot be said is said in words."""
+"""`flatout memory` on real programs.
+
+Predictions match real steps, the program stays unchanged, and unpredictable cases are explained.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,11 @@ def record_of(flatout) -> MemoryForecast:
 
 @pytest.mark.timeout(240)
 def test_a_real_program(flatout, script):
-    """A small convolutional network: foretold at its own size and at four times it, then measured at both.
+    """A small convolutional network, predicted at its own batch size and at four times it, then measured at
+    both.
 
-    Of four times its size every second batch is a short one, and the evaluations between them take more than any step: neither is what is measured.
+    At four times its size every second batch is a short one, and the evaluations between them take more
+    memory than any step. The measurement excludes both.
     """
     script(TRAINS)
     done = flatout("memory", "--job", "job", "--batch", "96", "--memory-limit", "64MiB", "python", "train.py", timeout=220)
@@ -83,7 +88,7 @@ def test_a_real_program(flatout, script):
     first, *measured = sorted(int(path.name) for path in (flatout.folder / "job" / "trials").iterdir())
     said = (flatout.folder / "job" / "trials" / str(first) / "stdout.log").read_text()
     assert "the same" in said
-    assert "24 1.0" in said, "what the program prints of a loss that nobody computed"
+    assert "24 1.0" in said, "the output of a program whose loss is fake"
     assert len(measured) == 2
     page = (flatout.folder / "job" / "memory.html").read_text()
     assert "<script" not in page
@@ -93,7 +98,10 @@ def test_a_real_program(flatout, script):
 
 @pytest.mark.timeout(120)
 def test_without_a_loader_and_as_on_cuda(flatout, script):
-    """Its own batch is foretold, another one is not; a simulated device rounds to 512 bytes and takes all tensors of an optimizer at once."""
+    """Its own batch is predicted, another one is not.
+
+    A simulated device rounds to 512 bytes and updates all tensors of an optimizer at once.
+    """
     script(PIECES)
     done = flatout("memory", "--job", "job", "--batch", "16", "--device", "cuda", "--memory-limit", "50KB", "--json", "python", "train.py", timeout=100)
     assert done.code == 0, done.err
@@ -101,7 +109,7 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
     own = record.own_point()
     assert own.batch_size is None
     assert own.kinds["parameters"] == -(-50 * 64 * 4 // 512) * 512 * 2 + 512
-    assert own.by_module["Sequential.0"] == 2 * 8 * 64 * 4, "positions that nobody drew still cut whole pieces"
+    assert own.by_module["Sequential.0"] == 2 * 8 * 64 * 4, "fake positions still cut whole pieces"
     assert own.kinds["temporary"] > 0.9 * own.kinds["parameters"], "torch's optimizers take a list of them on CUDA"
     assert "held by the program" not in own.kinds
     assert all(size % 512 == 0 for size in own.kinds.values())
@@ -134,7 +142,7 @@ def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     ],
     ids=["fails", "never trains", "no size", "no amount"],
 )
-def test_honest_words(flatout, script, source, options, code, words):
+def test_clear_messages(flatout, script, source, options, code, words):
     script(source)
     done = flatout("memory", "--job", "job", *options, "python", "train.py")
     assert done.code == code
@@ -150,7 +158,7 @@ def test_what_would_help():
 
 
 @pytest.mark.parametrize("limit", [None, 500, 10**9])
-def test_a_page_of_whatever_was_foretold(limit):
+def test_a_page_of_any_prediction(limit):
     record = MemoryForecast(["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"])
     assert memory_plot(record) is None
     assert "<b>" not in memory_html(record)

@@ -1,4 +1,6 @@
-"""The prior of effect sizes: what it says of levers it knows and does not know, and that its table is the one that the records give."""
+"""The prior of effect sizes: its values for known and unknown levers, and its table, which must match the
+records.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_every_lever_and_value_has_a_usable_prior(facts, scene):
             assert (found.n > 0) or found == NEUTRAL
 
 
-def test_the_table_names_only_levers_that_exist_and_has_an_entry_for_all_programs_beside_each_kind():
+def test_the_table_names_existing_levers_and_has_an_entry_for_all_programs_and_each_kind():
     assert {lever for lever, _, _ in committed_entries()} <= {lever.name for lever in TABLE}
     for (lever, _, device), by_kind in committed_entries().items():
         assert ANY in by_kind
@@ -74,7 +76,7 @@ def test_the_table_names_only_levers_that_exist_and_has_an_entry_for_all_program
         assert all(entry.n > 0 and entry.sd > 0 for entry in by_kind.values())
 
 
-def test_what_the_records_say_of_known_cases_comes_out():
+def test_known_cases_match_the_records():
     compute_bound, data_bound = (priors(CPU_FACTS, CONVOLUTIONAL, phases(50, share)) for share in (0.0, 0.6))
     assert compute_bound("malloc", "tcmalloc").mean < 0  # faster on nearly every program
     assert compute_bound("threads", 1).mean > 0.1  # a second core matters
@@ -98,7 +100,7 @@ def test_records_of_the_other_kind_of_cpu_count_with_a_wider_spread_where_they_s
         assert (priors(facts, {}, {}, {**elsewhere, ("lever", "x", here): {ANY: own}})("lever", "x") == own) is counts
 
 
-def test_records_of_a_cpu_say_nothing_of_a_gpu():
+def test_records_of_a_cpu_do_not_apply_to_a_gpu():
     assert priors(CPU_FACTS, {"device": "cpu"}, {})("malloc", "tcmalloc").n > 0
     assert priors(GPU_FACTS, {"device": "cuda"}, {})("malloc", "tcmalloc") == NEUTRAL
 
@@ -116,11 +118,11 @@ def test_the_device_is_where_the_program_trains(facts, device, expected):
     (["Conv2d", "Attention"], ("convolutions", "transformer")), (["Linear", "LayerNorm"], ("dense",)), ([], ()),
     (["Embedding", "LayerNorm", "GRU"], ("recurrent",)),
 ])
-def test_layers_tell_the_kind_of_a_program(layers, expected):
+def test_layers_show_the_kind_of_a_program(layers, expected):
     assert kinds_of({"layers": dict.fromkeys(layers, 1)}, {}) == expected
 
 
-def test_phases_tell_the_kind_of_a_program():
+def test_phases_show_the_kind_of_a_program():
     assert kinds_of({}, phases(4.9, 0.3)) == ("tiny steps", "data-bound")
     assert kinds_of({}, phases(5.1, 0.2)) == ("long steps", "compute-bound")
     assert kinds_of({}, {}) == ()
@@ -140,7 +142,7 @@ def test_threads_are_a_share_of_the_cores():
 
 
 @given(entries, st.dictionaries(st.sampled_from(["a", "b", "c"]), entries), st.lists(st.sampled_from(["a", "b", "d"])))
-def test_the_clearest_entry_is_one_of_the_programs_own(every, by_kind, kinds):
+def test_the_clearest_entry_belongs_to_the_programs_kind(every, by_kind, kinds):
     found = clearest({**by_kind, ANY: every}, kinds)
     assert found in [every, *(by_kind[kind] for kind in kinds if kind in by_kind)]
     if not set(kinds) & set(by_kind):

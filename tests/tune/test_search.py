@@ -1,4 +1,4 @@
-"""The search on a real program, in conditions that a small test program does not bring about by itself."""
+"""The search on a real program, under conditions that a small test program does not create by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET_S = 25.0
 
 
 class Crowded(Watcher):
-    """Finds, once the program has been observed, that there is memory for no second one."""
+    """Finds, after observing the program, that memory has no room for a second one."""
 
     tuning: Tuning
 
@@ -34,7 +34,7 @@ class Crowded(Watcher):
 
 @contextmanager
 def counted(running: list[Trial]) -> Iterator[set[int]]:
-    """How many programs there are at once, looked at a hundred times a second."""
+    """How many programs run at once, sampled a hundred times a second."""
     seen: set[int] = set()
     done = threading.Event()
 

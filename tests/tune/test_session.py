@@ -1,4 +1,4 @@
-"""Sessions on disk: what they are keyed by, when one goes on, and the sentence at their end."""
+"""Sessions on disk: their keys, when one continues, and the sentence at their end."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_a_session_comes_back_from_the_disk(job, command):
     assert json.loads(job.session.read_text())["versions"]["torch"] == "2.14.1"
 
 
-def test_an_interrupted_session_goes_on(job, command):
+def test_an_interrupted_session_continues(job, command):
     session = begin(job, command)
     session.spent_s = 59.0
     save_session(job, session)
     again = begin(job, command, budget_s=30.0)
     assert again.created == session.created
     assert again.budget_s == 60.0
-    assert again.spent_s <= 30.0  # going on needs time, even where the old budget was used up
+    assert again.spent_s <= 30.0  # continuing needs time, even where the old budget was used up
     longer = begin(job, command, budget_s=300.0)
     assert longer.budget_s == 300.0
 
 
 @pytest.mark.parametrize("change", ["done", "failed", "another machine", "other effects", "asked for", "a changed script"])
-def test_any_other_session_begins_anew(job, command, change, tmp_path):
+def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
     session = begin(job, command)
     session.message = "old"
     if change in ("done", "failed"):
@@ -82,7 +82,7 @@ def test_any_other_session_begins_anew(job, command, change, tmp_path):
     assert new.status == "running"
 
 
-def test_the_plan_carries_what_it_was_made_for_and_lies_beside_the_script(job, command, tmp_path):
+def test_the_plan_records_its_keys_and_lies_beside_the_script(job, command, tmp_path):
     session = begin(job, command)
     session.best.plan = Plan((Choice("threads", 1, evidence="alone 1.2x"),)).to_json()
     assert write_plan(job, session, command, beside=True) is not None
@@ -103,11 +103,11 @@ def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tm
 
 
 @pytest.mark.parametrize(("speedup", "guard", "words"), [
-    (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise the same"]),
+    (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise identical"]),
     (Ratio(1.34, 1.2, 1.5, 6), "equivalent", ["1.34x", "up to rounding"]),
-    (Ratio(1.12, 0.99, 1.3, 2), "same", ["probably 1.12x", "bitwise the same"]),
-    (None, "same", ["plain program stays", "beyond the noise"]),
-    (None, "failed", ["plain program stays", "refused", "the loss leaves"]),
+    (Ratio(1.12, 0.99, 1.3, 2), "same", ["probably 1.12x", "bitwise identical"]),
+    (None, "same", ["plain program is kept", "beyond the noise"]),
+    (None, "failed", ["plain program is kept", "rejected", "the loss leaves"]),
 ])
 def test_the_verdict_is_a_sentence(job, command, speedup, guard, words):
     session = begin(job, command)
@@ -123,8 +123,8 @@ def test_the_verdict_is_a_sentence(job, command, speedup, guard, words):
     ([Choice("tf32", True)], "up to TF32 products"),
     ([Choice("channels_last", True)], "up to rounding"),
 ])
-def test_the_verdict_names_what_has_fewer_bits(job, command, choices, words):
-    """Also where the plain program does not fit into the memory that was allowed."""
+def test_the_verdict_names_levers_with_fewer_bits(job, command, choices, words):
+    """This also holds where the plain program does not fit into the allowed memory."""
     session = begin(job, command)
     session.speedup, session.guard = Ratio(1.34, 1.2, 1.5, 6), GuardRecord("equivalent", "")
     session.best.plan = Plan(tuple(choices)).to_json()

@@ -1,4 +1,4 @@
-"""The clock of a search: how its budget is shared out."""
+"""The clock of a search: how its budget is shared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(m
     tuning = make(budget_s, tick_ms, start_cost_s)
     assert 2 <= tuning.rounds <= ROUNDS_OF_A_PAIR
     if tuning.rounds == 2:
-        return  # fewer say nothing, whatever they cost
+        return  # fewer give no information, whatever they cost
     measured_s, starts_s = 2 * tuning.rounds * tuning.arena.block_s, tuning.starts_s(2)
     assert measured_s <= max(2 * PAIR_S, starts_s) * 1.001
     if measured_s > 2 * PAIR_S * 1.001:
@@ -54,7 +54,7 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(m
 
 
 @given(tick_ms=st.floats(0.1, 20_000.0), start_cost_s=st.floats(1.0, 300.0), warm_ticks=st.integers(1, 30), programs=st.sampled_from([1, 2]))
-def test_what_a_start_costs_is_found_again_in_the_time_of_several(make, tick_ms, start_cost_s, warm_ticks, programs):
+def test_the_cost_of_a_start_is_estimated_from_several(make, tick_ms, start_cost_s, warm_ticks, programs):
     tuning = make(300.0, tick_ms, start_cost_s)
     tuning.warm_ticks = warm_ticks
     assert start_cost_s <= tuning.starts_s(programs) <= 2 * start_cost_s * 1.001
@@ -68,20 +68,20 @@ def test_a_slow_program_that_starts_slowly_is_measured_longer_where_the_budget_a
     assert make(200.0, tick_ms=4000.0, start_cost_s=30.0).rounds == 2
 
 
-def test_where_there_is_no_time_to_check_rounding_what_is_exact_goes_on_alone(make):
-    """The overrun leaves time for two pairs, and none for the steps of 6 s that the guard would do again."""
+def test_without_time_to_check_rounding_only_exact_levers_continue(make):
+    """The overrun leaves time for two pairs, but not for the 6 s steps that the guard would repeat."""
     tuning = make(300.0, tick_ms=6000.0, start_cost_s=1.0)
     tuning.start_s -= 300.0 + OVERRUN * 300.0 - 2 * tuning.pair_s - 10.0
     exact, rounding = Candidate(LEVER["malloc"], ("tcmalloc",), Effect.EXACT), Candidate(LEVER["channels_last"], (True,), Effect.ROUNDING)
     assert check_a_step(tuning, [exact, rounding]) == ([exact], None)
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
-    assert rounding.reason == "there was no time left to check its numerics and confirm it; give --budget 8m"
+    assert rounding.reason == "not checked numerically and not confirmed: the budget ran out; give --budget 8m"
 
 
 @pytest.mark.parametrize(("start_cost_s", "tick_ms", "more", "budget_s"), [
     (5.0, 50.0, {}, 90.0), (12.0, 50.0, {}, 300.0), (5.0, 150.0, {}, 300.0), (5.0, 50.0, {"memory_limit_bytes": 1}, 300.0)])
-def test_the_budget_that_nobody_gave(make, start_cost_s, tick_ms, more, budget_s):
+def test_the_default_budget(make, start_cost_s, tick_ms, more, budget_s):
     tuning = make(None, tick_ms, start_cost_s, **more)
     tuning.settle_budget()
     assert tuning.budget_s == budget_s
@@ -89,7 +89,7 @@ def test_the_budget_that_nobody_gave(make, start_cost_s, tick_ms, more, budget_s
 
 
 @pytest.mark.parametrize(("device", "budget_s"), [("cuda", 300.0), ("cpu", 90.0)])
-def test_the_budget_that_nobody_gave_has_time_for_a_compiler_where_that_usually_pays(make, device, budget_s):
+def test_the_default_budget_has_time_for_a_compiler_where_that_usually_pays(make, device, budget_s):
     tuning = make(None, 5.0, 5.0)
     tuning.session.scene = {"device": device, "layers": ["Conv2d"], "loaders": []}
     tuning.candidates["compile"] = Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)
@@ -97,7 +97,7 @@ def test_the_budget_that_nobody_gave_has_time_for_a_compiler_where_that_usually_
     assert tuning.budget_s == budget_s
 
 
-def test_what_a_lever_brings_is_read_from_all_blocks(make):
+def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as fast."""
     tuning = make(90.0)
     for name, value, effect in (("malloc", "glibc", Effect.EXACT), ("gc_pause", True, Effect.EXACT), ("threads", 1, Effect.ROUNDING)):
@@ -117,17 +117,19 @@ def test_what_a_lever_brings_is_read_from_all_blocks(make):
     assert (found.lever.name, found.value) == ("malloc", "glibc")
     assert found.ratio.low < 1.2 < found.ratio.high
     assert (tuning.candidates["threads"].status, tuning.candidates["threads"].reason) == (Status.REJECTED, "slower here")
-    assert tuning.candidates["gc_pause"].reason == "no gain that stands out from the noise"
+    assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
     tuning.disturbance.seen.append(Busy(1.0, ("python (pid 1)",)))
     conclude_again(tuning)
-    assert tuning.candidates["gc_pause"].ratio is None  # what others did to it may be larger
+    assert tuning.candidates["gc_pause"].ratio is None  # the effect of other processes on it may be larger
     assert tuning.candidates["threads"].ratio is not None
     assert tuning.session.blocks[0].keys() == {"process", "on", "at_s", "window", "ms", "host"}
 
 
 def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int = 6) -> None:
-    """Blocks of processes that each run these sets, in turns: ``logs`` is the log time of each against the plain program's 10 ms."""
+    """Blocks of processes that each run these sets in turn; ``logs`` is the log time of each against the
+    plain program's 10 ms.
+    """
     noise = random.Random(0)
     life = [key for key in tuning.choices if not tuning.space.factors[tuning.space.index[key]].switched]
     for process in range(processes):
@@ -149,8 +151,10 @@ def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_o
     assert {candidate.lever.name for candidate in conclude(tuning)} == {"autocast", "compile", "fused_optimizer"}
 
 
-def test_what_is_slower_alone_is_found_with_what_makes_it_faster(make):
-    """Half precision in another memory layout; and a device that is twice as fast behind a loader that no longer holds it up."""
+def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
+    """Half precision in another memory layout, and a device that is twice as fast once the loader no longer
+    limits it.
+    """
     alone = {("autocast",): 0.1, ("channels_last",): 0.0, ("autocast", "channels_last"): -0.5}
     behind = {("autocast",): math.log(21 / 24), ("loader",): math.log(6 / 24), ("autocast", "loader"): math.log(3 / 24)}
     for logs, value in ((alone, True), (behind, {"workers": 4})):
@@ -165,7 +169,7 @@ def test_what_is_slower_alone_is_found_with_what_makes_it_faster(make):
         assert tuning.gain(best).median == pytest.approx(math.exp(-min(logs.values())), rel=0.1)
 
 
-def test_of_the_observed_program_what_came_before_its_levers_tells_whether_the_script_repeats_itself(make):
+def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning = make(90.0)
     tuning.keep_first_plain(TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"}))
     assert len(tuning.first_plain.losses) == 5

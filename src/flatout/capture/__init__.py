@@ -1,1 +1,1 @@
-"""Room 1: enters the script. Importing this room patches nothing; only the ledger patches, and only when asked."""
+"""Attaches to the script. Importing this package patches nothing; only the ledger patches, on request."""

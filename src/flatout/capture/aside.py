@@ -1,7 +1,9 @@
-"""The files of a program that runs as several ranks: rank 0 writes them, and what the other ranks write is put aside, where each of them reads it back.
+"""Redirects file writes of a script that runs as several ranks.
 
-So every rank saves, moves, removes and loads as the script says, and the person finds what one process would have left. Folders are everybody's:
-the first rank makes them, and the others, who have not found them a moment ago, are told that they have made them.
+Rank 0 writes the real files. Other ranks write to private copies and read them back from there. So every rank
+saves, moves, removes and loads as the script says, and the user finds the files that one process would have
+left. Folders are shared: the first rank creates them. Other ranks, which just found them missing, get a
+success, too.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from flatout.capture.shelter import Shelter
 from flatout.plan.standing import Standing
 from flatout.plan.trust import private_folder
 
-PATIENCE_S = 0.5  # for the one who has made a folder to say so
+PATIENCE_S = 0.5  # wait for the rank that made a folder to note it
 
 
 class Folders:
-    """Who has made which folder: a file in the launch's own folder for each."""
+    """Records which rank made which folder, with one file per folder in the launch folder."""
 
     def __init__(self, launch: str, rank: int) -> None:
         self.notes, self.rank = os.path.join(launch, "folders"), rank
 
     def make(self, really: Callable, path: Any, *args: Any, **kwargs: Any) -> None:
-        """``os.mkdir``, which succeeds where another rank has just made this folder."""
+        """Call ``os.mkdir``, which succeeds if another rank has just made this folder."""
         if kwargs.get("dir_fd") is not None:
             really(path, *args, **kwargs)
             return
@@ -53,7 +55,7 @@ class Folders:
         os.close(os.open(os.path.join(self.notes, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def _made_by_another(self, really: Callable, name: str) -> bool:
-        """A rank that makes a folder for the second time is wrong by itself."""
+        """Return whether another rank made the folder; a second mkdir in one rank is the script's error."""
         waiting, mine = threading.Event(), f"{name}.{self.rank}"
         for _ in range(50):
             try:
@@ -69,7 +71,7 @@ class Folders:
 
 
 class Aside(Shelter):
-    """For a rank other than 0: nothing that it writes is seen outside."""
+    """File sandbox for every rank except 0: its writes are invisible to others."""
 
     def __init__(self, launch: str, rank: int, ledger: Ledger) -> None:
         folder = os.path.join(launch, f"rank{rank}.files")
@@ -88,18 +90,21 @@ class Aside(Shelter):
 
 
 def launch_folder(here: Standing) -> str:
-    """The private folder that the ranks of a launch have in common on this machine; who started them has made it, or named only where they meet."""
+    """Return the private folder that the ranks of a launch share on this machine.
+
+    The launcher has created it, or has only named the rendezvous.
+    """
     made = os.environ.get("FLATOUT_GANG")
     if made:
         return made
-    # Everybody can guess the name; a folder that another user has made first is refused.
+    # Anyone can guess the name, so a folder that belongs to another user is rejected.
     folder = str(private_folder(Path(tempfile.gettempdir()) / f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}"))
     atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
     return folder
 
 
 def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:
-    """What a rank of a launch does to files from here on; ``launch`` is the launch's own folder."""
+    """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
         Aside(launch, rank, ledger).install(torch)
         return

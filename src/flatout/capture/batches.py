@@ -1,4 +1,4 @@
-"""Batches as loaders hand them out: nested tuples, lists, mappings and objects that hold tensors; how many samples, and the same batch with more or fewer."""
+"""Inspects and resizes batches: nested tuples, lists, mappings and objects that hold tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-DEPTH = 6  # of containers in containers
+DEPTH = 6  # of nested containers
 
 
 def rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
-    """The same container with ``of`` applied to what it holds; anything else as it is."""
+    """Return the same container with ``of`` applied to its contents; anything else unchanged."""
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(of(value) for value in thing))
     if isinstance(thing, (list, tuple)):
@@ -42,9 +42,11 @@ def tensors_of(thing: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def samples_in(batch: Any, asked: int | None) -> int | None:
-    """How many samples a batch has: as many as the loader was asked for, where a tensor has that many along a dimension; else the commonest first dimension.
+    """Return the number of samples in a batch; None if no tensor has a dimension.
 
-    A last batch, or a data set that is smaller than its batch, has fewer than asked for. None where no tensor has a dimension.
+    It is the number that the loader was asked for, if a tensor has a dimension of this size. Otherwise it is
+    the most common first dimension: a last batch, or a data set smaller than a batch, has fewer samples than
+    asked for.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch) if tensor.dim()]
     if asked is not None and any(asked in shape for shape in shapes):
@@ -53,7 +55,7 @@ def samples_in(batch: Any, asked: int | None) -> int | None:
 
 
 def batch_dimension(shape: tuple[int, ...], samples: int) -> int | None:
-    """The dimension along which a tensor has its samples: the first one where it has as many, else the only one; None where it is not to be told."""
+    """Return the sample dimension: the first of size ``samples``, else the only dimension, else None."""
     if shape and shape[0] == samples:
         return 0
     found = [at for at, size in enumerate(shape) if size == samples]
@@ -61,10 +63,11 @@ def batch_dimension(shape: tuple[int, ...], samples: int) -> int | None:
 
 
 def resized(batch: Any, samples: int, wanted: int, tensor_of: Callable[[Any, int | None], Any]) -> Any:
-    """The batch with ``wanted`` samples in the place of ``samples``.
+    """Return the batch with ``wanted`` samples instead of ``samples``.
 
-    ``tensor_of(tensor, dimension)`` makes each tensor anew, with the dimension that holds its samples, None where it has none. A list with one thing
-    a sample gets as many; everything else belongs to the whole batch and stays.
+    ``tensor_of(tensor, dimension)`` builds each new tensor; ``dimension`` is its sample dimension, or None. A
+    list with one entry per sample gets ``wanted`` entries. Everything else belongs to the whole batch and
+    stays.
     """
 
     def of(thing: Any) -> Any:
@@ -78,7 +81,7 @@ def resized(batch: Any, samples: int, wanted: int, tensor_of: Callable[[Any, int
 
 
 def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` of a batch of ``samples``: views of its tensors, and parts of its lists with one thing a sample."""
+    """Return samples ``start`` to ``stop`` of a batch, as views of tensors and slices of per-sample lists."""
 
     def of(thing: Any) -> Any:
         if hasattr(thing, "untyped_storage"):
@@ -92,7 +95,7 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
 
 
 def _one_a_sample(thing: Any, samples: int) -> bool:
-    """Whether a list has one thing for each sample, and not tensors that have all of them."""
+    """Whether a list has one entry per sample, rather than tensors that hold all samples."""
     if not isinstance(thing, (list, tuple)) or len(thing) != samples or hasattr(thing, "_fields"):
         return False
     return all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_of(thing))

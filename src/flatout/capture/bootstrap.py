@@ -1,8 +1,8 @@
-"""Enters a Python process: reads the job, then waits for torch.
+"""Attaches to a Python process: reads the job, then waits for torch.
 
-The job is a JSON file named by FLATOUT_JOB. Its ``entry`` ("module:function") is called with the job right after
-``import torch`` has finished, in every Python process of the program. A process that never imports torch pays only
-for the reading of the job.
+The job is a JSON file named by FLATOUT_JOB. Its ``entry`` ("module:function") is called with the job right
+after ``import torch`` finishes, in every Python process of the script. A process that never imports torch
+only reads the job.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back once, right after a named module has been executed; finds nothing itself."""
+    """Calls back once after a named module has been executed; it finds no modules itself."""
 
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = callbacks
         self._asks = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname not in self._callbacks or self._asks:  # another finder of this kind asks the others, too
+        # another finder of this kind queries the others, too
+        if fullname not in self._callbacks or self._asks:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
         self._asks = True
@@ -40,7 +41,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        # Called when the module is executed, not here: libraries look for torch's spec long before anybody imports it.
+        # Run this when the module is executed, not here: libraries look up torch's spec long before they
+        # import it.
         def execute_then_call(module: ModuleType) -> None:
             execute(module)
             callback = self._callbacks.pop(fullname, None)
@@ -51,14 +53,15 @@ class AfterImport(importlib.abc.MetaPathFinder):
             try:
                 callback(module)
             except Exception as error:
-                say(f"could not attach to {fullname} ({type(error).__name__}: {error}); the program runs as it is")
+                say(f"could not attach to {fullname} ({type(error).__name__}: {error}); the script runs without flatout")
 
-        spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]  # this loader is the spec's own
+        # the loader belongs to this spec
+        spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
         return spec
 
 
 def say(sentence: str) -> None:
-    """A line for the person in front of the program; the only way in which a program under flatout gets one."""
+    """Print a line for the user; all lines of flatout under a running script go through here."""
     from flatout.plan.legible import harmless
 
     sys.stderr.write(f"flatout: {harmless(sentence)}\n")
@@ -66,15 +69,15 @@ def say(sentence: str) -> None:
 
 
 def say_at_once(sentence: str) -> None:
-    """The same past Python's own buffers, whose lock the program may hold where a signal has interrupted it."""
+    """Print a line without Python's buffers, whose lock the script may hold when a signal interrupts it."""
     try:
         os.write(2, f"flatout: {sentence}\n".encode(errors="replace"))
     except OSError:
-        pass  # nobody reads it any more
+        pass  # stderr is closed
 
 
 def install(path: str) -> None:
-    """Arrange for the job's entry to be called. Raises nothing that a program could notice."""
+    """Arrange the call of the job's entry. Raises nothing that the script could notice."""
     with open(path, encoding="utf-8") as file:
         job = json.load(file)
     seed = job.get("seed")
@@ -95,17 +98,17 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
 
 
 def speaks_first(path: str) -> bool:
-    """Whether this process is the one of a run that tells the person what was applied: the first that asks."""
+    """Whether this process tells the user what was applied: the first process of a run that asks."""
     return _is_first(f"{path}.told")
 
 
 def keeps_first(path: str) -> bool:
-    """Whether this process is the one of a run whose training is kept: the first that asks, or after its death the next."""
+    """Whether this process saves its training: the first of a run that asks, or its successor."""
     return _is_first_alive(f"{path}.kept")
 
 
 def records_first(path: str) -> bool:
-    """Whether this process is the one of a run that is gone on with exactly: not one that the program has started."""
+    """Whether this process is recorded for exact resume; processes that the script starts are not."""
     return _is_first_alive(f"{path}.exactly")
 
 
@@ -121,13 +124,13 @@ def _is_first(claim: str) -> bool:
     try:
         os.write(handle, str(os.getpid()).encode())
     except OSError:
-        pass  # a disk that is full; then it stays first
+        pass  # a full disk; the process stays first
     os.close(handle)
     return True
 
 
 def _is_of_the_dead(claim: str) -> bool:
-    """Whether who made a claim lives no more; then nobody has made it."""
+    """Whether the process that made a claim is dead; then the claim is void."""
     try:
         with open(claim, encoding="ascii") as file:
             owner = int(file.read())
@@ -140,7 +143,7 @@ def _is_of_the_dead(claim: str) -> bool:
 
 
 def _leave(path: str, pid: int) -> None:
-    """The end of a run's first process: says so where nothing could act, and removes the job, which is of no more use."""
+    """At the end of a run's first process, report that nothing was applied if so, and remove the job."""
     if pid != os.getpid():
         return
     if speaks_first(path):
@@ -149,8 +152,8 @@ def _leave(path: str, pid: int) -> None:
     folder, name = os.path.split(path)
     try:
         for each in os.listdir(folder):
-            if each.startswith(name):  # the job, and what processes have claimed of it
+            if each.startswith(name):  # the job and its claims
                 os.unlink(os.path.join(folder, each))
         os.rmdir(folder)
     except OSError:
-        pass  # somebody has tidied up before, or something else is in it
+        pass  # already removed, or not empty

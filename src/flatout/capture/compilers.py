@@ -1,4 +1,4 @@
-"""What torch.compile does in this process: which modules it compiles for the script, and whether it is switched off."""
+"""Reports what torch.compile does in this process: which modules it compiles, and whether it is disabled."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from typing import Any
 
 VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-COMPILED = "_torchdynamo_orig_callable"  # on every callable that torch.compile has made; one that was made with disable=True has none
+COMPILED = "_torchdynamo_orig_callable"  # attribute of every callable from torch.compile, unless disable=True
 
 
 def compiler_off() -> str:
-    """What switches torch.compile off in this process, as a user would write it; empty where it is on."""
+    """Return the setting that disables torch.compile here, as a user would write it; empty if enabled."""
     for name in VARIABLES:
         if os.environ.get(name) == "1":
             return f"{name}=1"
-    # Importing these takes seconds; where nobody has, nobody has changed them.
+    # Importing these takes seconds; if they are not imported, their settings are unchanged.
     stance = getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "")
     if stance == "force_eager":
         return 'torch.compiler.set_stance("force_eager")'
@@ -23,7 +23,7 @@ def compiler_off() -> str:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether the script has had this module, or one inside it, compiled by torch.compile, and the compiler is on."""
+    """Whether torch.compile, being enabled, compiles this module or one inside it."""
     return any(map(_has_compiled_code, module.modules())) and not compiler_off()
 
 

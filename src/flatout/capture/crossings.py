@@ -1,7 +1,8 @@
-"""Places where tensors wait for Python, or Python for tensors: heard at torch's own functions while this is installed.
+"""Counts device synchronisations: places where tensors wait for Python, or Python for tensors.
 
-A call inside another one counts once, as the outer one. Where the model trains on a device, only tensors of a device count. On a CPU
-nothing waits for a device; the same places are heard, without what torch's own code and the loader ask of host tensors.
+It hooks torch's own functions while installed. Nested calls count once, as the outermost. If the model trains
+on a device, only tensors on a device count. On a CPU nothing waits for a device; the same places are counted,
+except calls of torch's own code and of the loader on host tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class _Sum:
 
 
 class Crossings:
-    """``now_ns`` is the host's clock; ``fetching()`` tells whether the loader is at work in this thread."""
+    """Hooks synchronising functions.
+
+    ``now_ns``: the host clock. ``fetching()``: whether the loader works in this thread.
+    """
 
     def __init__(self, torch: Any, ledger: Ledger, device_type: str, now_ns: Callable[[], int], fetching: Callable[[], bool]) -> None:
         self.torch, self.ledger, self.device_type, self.now_ns, self.fetching = torch, ledger, device_type, now_ns, fetching
@@ -60,12 +64,12 @@ class Crossings:
                 self.ledger.set(owner, "synchronize", self._waited(owner.synchronize))
 
     def seen(self, steps: int) -> list[Crossing]:
-        """What was heard in so many steps, the dearest first."""
+        """Return the synchronisations recorded in ``steps`` steps, the most expensive first."""
         found = [Crossing(kind, place_of(line), total.calls / steps, total.ns / 1e6 / steps, total.sized / steps, pinned, non_blocking)
                  for (kind, line, pinned, non_blocking), total in self._sums.items()]
         return sorted(found, key=lambda crossing: -crossing.ms)
 
-    # -- wrappers ---------------------------------------------------------------------------------------------------
+    # -- wrappers -------------------------------------------------------------------------------------------
 
     def _counts(self, tensor: Any, caller: Any) -> bool:
         if self._inside or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
@@ -102,7 +106,7 @@ class Crossings:
         return heard
 
     def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
-        """How many entries there are is only known once the mask is."""
+        """Record indexing with a mask: the number of results is only known once the mask is computed."""
         return self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
 
     def _found(self, really: Callable) -> Callable:
@@ -133,7 +137,7 @@ class Crossings:
         return moved
 
     def _made(self, really: Callable) -> Callable:
-        """A tensor made on the device from Python's values is a copy from memory that is not pinned."""
+        """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
         @wraps(really)
         def made(data: Any, *args: Any, **kwargs: Any) -> Any:
             start = self.now_ns()

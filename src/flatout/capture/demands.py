@@ -1,4 +1,4 @@
-"""Where a program would end if it were told that there is no CUDA device, read from its source."""
+"""Finds, by reading source code, where a script would end if it were told that there is no CUDA device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LEAVING = ("exit", "quit", "sys.exit", "os._exit", "os.abort", "parser.error")
 
 
 class Demands:
-    """What each file demands; a file is read when it asks for the first time."""
+    """The CUDA checks of each file; a file is read when it first asks."""
 
     def __init__(self) -> None:
         self._files: dict[str, Source] = {}
 
     def at(self, frame: FrameType) -> bool:
-        """Whether it would because of the answer to what it asks here."""
+        """Whether the script would end because of the answer to the check at this frame."""
         _, line, _, column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
         return (line, column) in self._of(frame.f_code.co_filename).demanded
 
     def has_another_way(self, filename: str) -> bool:
-        """Whether a file asks for CUDA and goes on without it."""
+        """Whether a file checks for CUDA and continues without it."""
         return self._of(filename).has_another_way
 
     def _of(self, filename: str) -> Source:
@@ -38,7 +38,11 @@ class Demands:
 
 
 class Source:
-    """``demanded``: the ends (line, column) of the questions whose answer must be yes. What cannot be read demands nothing."""
+    """CUDA checks of one file.
+
+    ``demanded``: the end positions (line, column) of checks that must be answered with yes. A file that
+    cannot be read has none.
+    """
 
     def __init__(self, text: str) -> None:
         try:
@@ -53,7 +57,7 @@ class Source:
         self.has_another_way = any(asked == "is_available" and node not in demanded for node, asked in questions)
 
     def _is_demanded(self, node: Any, no_means: bool, followed: tuple[str, ...] = ()) -> bool:
-        """Whether the program ends where ``node`` is false (``no_means``: true)."""
+        """Whether the script ends if ``node`` is false (``no_means``: if it is true)."""
         for below, above in self._upwards(node):
             if isinstance(above, ast.UnaryOp) and isinstance(above.op, ast.Not):
                 no_means = not no_means
@@ -85,7 +89,7 @@ class Source:
 
 
 def _question(node: Any) -> str:
-    """`torch.cuda.is_available()`, `torch.cuda.device_count()`, `x.is_cuda`; "" for anything else."""
+    """Return `torch.cuda.is_available()`, `torch.cuda.device_count()` or `x.is_cuda`; else an empty text."""
     if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
         owner, _, name = ast.unparse(node.func).rpartition(".")
         return name if name in ASKS and owner.rpartition(".")[2] in ("", *ACCELERATORS, "accelerator") else ""
@@ -93,7 +97,7 @@ def _question(node: Any) -> str:
 
 
 def _ends(body: list[ast.stmt]) -> bool:
-    """Whether a branch ends the program: it raises, leaves, or says something and returns nothing."""
+    """Whether a branch ends the script: it raises, exits, or prints and returns nothing."""
     if not body:
         return False
     last = body[-1]

@@ -1,11 +1,13 @@
-"""Runs an unedited program on the device that was asked for (`--device`): where torch takes a device, an accelerator that the program names is redirected.
+"""Runs an unmodified script on the device of `--device` by redirecting the accelerators it names.
 
-`torch.device("cuda")` is a C value, and what it is compared with cannot be changed. So everything that *takes* a device is wrapped: functions that make
-tensors, `Tensor.to` and its like, storages that are loaded, autocast and GradScaler, generators, DataParallel, and the functions of `torch.cuda`. A call that
-names no device costs one Python call more.
+`torch.device("cuda")` is a C value, and its comparisons cannot be changed. So everything that *takes* a
+device is wrapped: tensor constructors, `Tensor.to` and similar, loaded storages, autocast and GradScaler,
+generators, DataParallel, and the functions of `torch.cuda`. A call that names no device costs one more Python
+call.
 
-On the CPU, `torch.cuda.is_available()` answers False to the program, so that one that can train on a CPU does what it does there; but True where it would
-end itself because of the answer (an assert, a branch that raises or leaves). Libraries always get the true answer.
+On the CPU, `torch.cuda.is_available()` returns False to the script, so that a script which can train on a CPU
+does so. It returns True if the script would otherwise end itself (an assert, a branch that raises or exits).
+Libraries always get the true answer.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from flatout.capture.ledger import Ledger
 from flatout.plan.standing import standing
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OF_A_MODULE = ("memory", "random", "streams")  # parts of torch.cuda that show the same functions again
+OF_A_MODULE = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
 
 
 def install(asked: str) -> None:
-    """At the start of a Python process: torch is redirected to ``asked`` right after it is imported, before anything else looks at it."""
+    """At process start, arrange to redirect torch to ``asked`` right after its import."""
     visible = os.environ.get(VISIBLE)
     sys.meta_path.insert(0, AfterImport({"torch": lambda torch: redirect(torch, asked, visible)}))
 
@@ -46,9 +48,9 @@ def redirect(torch: ModuleType, asked: str, visible: str | None) -> None:
 
 
 def tell_first(sentence: str) -> None:
-    """Once for all processes of a run that live at the same time."""
+    """Print a line once for all processes of a run that live at the same time."""
     claim = f"{os.environ.get('FLATOUT_TOLD', os.devnull)}.device"
-    here = standing()  # of several ranks, one is heard
+    here = standing()  # of several ranks, one prints
     rank = here.rank if here is not None else int(os.environ.get("RANK") or 0)
     if rank == 0 and "FLATOUT_TOLD" in os.environ and speaks_first(claim):
         say(sentence)
@@ -61,26 +63,33 @@ def _remove(path: str, pid: int) -> None:
 
 
 def _leave(redirection: Redirection, pid: int) -> None:
-    """A program without a device in it cannot be moved to an accelerator."""
+    """At the end, report a script that names no device and so cannot be moved to an accelerator."""
     kind = redirection.torch.nn.Parameter
     if os.getpid() == pid and not redirection.named and any(issubclass(type(thing), kind) and thing.grad is not None for thing in gc.get_objects()):
-        redirection.tell(f"the script names no accelerator: it has trained on the CPU, and --device {redirection.asked} has changed nothing")
+        redirection.tell(f"the script names no accelerator: it trained on the CPU, and --device {redirection.asked} had no effect")
 
 
 class Redirection:
-    """``asked`` takes the place of every accelerator that the program names; ``tell`` hears of each that is another. ``visible`` are the cards among which
-    it is counted."""
+    """Replaces devices in calls of torch.
+
+    ``asked`` replaces every accelerator that the script names. ``tell`` is called for each that differs.
+    ``visible``: the value of CUDA_VISIBLE_DEVICES, in which ``asked`` is counted.
+    """
 
     def __init__(self, torch: Any, asked: str, visible: str | None, ledger: Ledger, tell: Callable[[str], None]) -> None:
         self.torch, self.asked, self.visible, self.ledger, self.tell = torch, asked, visible, ledger, tell
         self.target = torch.device(asked)
         self.on_host = self.target.type == "cpu"
-        self.named = self.chosen = False  # ``chosen``: it names the very device; what has no number may mean that one
+        # ``chosen``: the script names exactly this device; a device without a number may mean it
+        self.named = self.chosen = False
         self.demands = Demands()
         self._known: dict[Any, Any] = {}
 
     def __call__(self, device: Any) -> Any:
-        """What torch gets where the program passes ``device``: a device, its name, or its number. What is no accelerator stays."""
+        """Return the device for torch when the script passes ``device``: a device, name or number.
+
+        Non-accelerators stay.
+        """
         if type(device) not in (str, int, self.torch.device):
             return device
         if device not in self._known:
@@ -102,24 +111,27 @@ class Redirection:
         return self.target
 
     def _keep_visible(self) -> None:
-        """Many a script chooses its cards by this variable itself, mostly before it imports torch, else before it uses a card."""
+        """Restore CUDA_VISIBLE_DEVICES.
+
+        Many scripts set it themselves, before they import torch or use a card.
+        """
         if os.environ.get(VISIBLE) != self.visible:
             self.ledger.set_item(os.environ, VISIBLE, self.visible or "")
             if self.visible is None:
                 del os.environ[VISIBLE]
 
     def kind(self, name: Any) -> Any:
-        """The same for the type of a device alone: "cuda"."""
+        """Redirect a device type alone: "cuda"."""
         return self(name).type if name in ACCELERATORS and name != self.target.type else name
 
     def type_name(self, name: Any) -> Any:
-        """The same for "torch.cuda.FloatTensor"."""
+        """Redirect a tensor type name: "torch.cuda.FloatTensor"."""
         if not self.on_host or not isinstance(name, str) or not name.startswith("torch.cuda."):
             return name
         self("cuda")
         return name.replace("torch.cuda.", "torch.")
 
-    # -- what takes a device ------------------------------------------------------------------------------------------------
+    # -- functions with a device argument -------------------------------------------------------------------
 
     def install(self) -> None:
         self._keep_visible()
@@ -132,12 +144,15 @@ class Redirection:
             self._install_extensions()
 
     def _set(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-        """Another torch may lack something; then no program can use it."""
+        """Patch an attribute; skip it if this torch lacks it, since then no script can use it."""
         if hasattr(owner, name):
             self.ledger.set(owner, name, change(getattr(owner, name)))
 
     def _takes(self, really: Any, at: int | None = None, key: str = "device", change: Callable[[Any], Any] | None = None, pins: bool = True) -> Any:
-        """``really`` with its argument ``key`` redirected, by name or at the place ``at``. Without ``pins`` nothing is pinned."""
+        """Wrap ``really`` to redirect its argument ``key``, by name or at position ``at``.
+
+        Without ``pins`` nothing is pinned.
+        """
         change = change or self
 
         @wraps(really)
@@ -162,7 +177,7 @@ class Redirection:
             for name, value in list(vars(owner).items()):
                 if id(value) in makers or (owner is torch and name.endswith("_like") and callable(value)):
                     self._set(owner, name, partial(self._takes, pins=not self.on_host))
-        moves = tensor.to  # as it is before it is wrapped
+        moves = tensor.to  # the unwrapped method
         self._set(tensor, "to", partial(self._takes, at=1))
         for kind in ("cuda", "xpu"):
             self._set(tensor, kind, partial(self._moved, kind, moves))
@@ -174,14 +189,15 @@ class Redirection:
             self._set(tensor, "pin_memory", lambda really: lambda tensor, device=None: tensor)
             self._set(tensor, "record_stream", lambda really: lambda tensor, stream: None)
             warnings.filterwarnings("ignore", message=r"'pin_memory' argument is set as true but", category=UserWarning)
-        self._set(torch.nn.Module, "to", partial(self._takes, at=1))  # a torch without accelerators does not read a number
+        # a CPU-only torch does not accept a number
+        self._set(torch.nn.Module, "to", partial(self._takes, at=1))
         self._set(DeviceContext, "__init__", partial(self._takes, at=1))
         self._set(torch, "set_default_device", self._default_device)
         self._set(torch, "set_default_tensor_type", partial(self._takes, at=0, key="t", change=self.type_name))
         self.ledger.set(torch, "Generator", self._generators(torch.Generator))
 
     def _moved(self, kind: str, moves: Any, really: Any) -> Any:
-        """`Tensor.cuda`."""
+        """Wrap `Tensor.cuda` and similar methods."""
         if kind == self.target.type:
             return lambda tensor, device=None, *args, **kwargs: really(tensor, self(kind if device is None else device), *args, **kwargs)
 
@@ -192,7 +208,7 @@ class Redirection:
         return moved
 
     def _is_cuda(self, really: Any) -> property:
-        """What the program asks of a tensor. Yes for one that would end otherwise; on another accelerator, yes for all."""
+        """Answer `Tensor.is_cuda`: yes on another accelerator, or if the script would end otherwise."""
         kind = self.target.type
 
         def is_cuda(tensor: Any) -> bool:
@@ -207,12 +223,13 @@ class Redirection:
         @wraps(really)
         def set_default_device(device: Any) -> None:
             found = self(device)
-            really(None if self.on_host and found is self.target and found is not device else found)  # a default of the CPU would slow every call down
+            # a CPU default would slow down every call
+            really(None if self.on_host and found is self.target and found is not device else found)
 
         return set_default_device
 
     def _generators(self, really: Any) -> Any:
-        """`torch.Generator` is a C type: what stands for it makes generators of that type, which are its instances."""
+        """Wrap `torch.Generator`, a C type; the wrapper creates generators of that type."""
         redirected = self
 
         class Makes(type(really)):  # type: ignore[misc]
@@ -228,7 +245,7 @@ class Redirection:
         return Makes("Generator", (really,), {"__module__": "torch", "__doc__": really.__doc__})
 
     def _install_loading(self) -> None:
-        """Every storage of a checkpoint goes through one function, whatever `map_location` is."""
+        """Redirect every storage of a checkpoint, which passes one function for any `map_location`."""
         torch = self.torch
 
         def by_name(location: Any) -> Any:
@@ -236,13 +253,16 @@ class Redirection:
             return str(self(name)) if isinstance(name, str) else location
 
         self._set(torch.serialization, "default_restore_location", partial(self._takes, at=1, key="location", change=by_name))
-        self._set(torch.UntypedStorage, "to", self._takes)  # its `cuda` calls this
+        self._set(torch.UntypedStorage, "to", self._takes)  # `cuda` calls this method
         jit = self._takes(torch.jit.load, at=1, key="map_location")
         self.ledger.set(torch.jit, "load", wraps(torch.jit.load)(
             lambda f, map_location=None, *args, **kwargs: jit(f, "cpu" if map_location is None and self.on_host else map_location, *args, **kwargs)))
 
     def _install_types(self) -> None:
-        """What takes the type of a device: autocast, GradScaler and their like. An explicit dtype stays; what CUDA takes by default becomes the target's."""
+        """Redirect functions with a device type: autocast, GradScaler.
+
+        An explicit dtype stays; CUDA's default becomes the target's.
+        """
         torch, kind = self.torch, self.kind
         self._set(torch.amp.autocast_mode.autocast, "__init__", partial(self._takes, at=1, key="device_type", change=kind))
         self._set(torch.amp.GradScaler, "__init__", lambda really: wraps(really)(lambda scaler, device="cuda", *args, **kwargs: really(
@@ -256,7 +276,7 @@ class Redirection:
             self._set(torch, name, partial(self._takes, at=0, key="device_type", change=kind))
 
     def _install_wrappers(self) -> None:
-        """DataParallel and its like: the one device that there is."""
+        """Restrict DataParallel and similar wrappers to the one device."""
         parallel = self.torch.nn.parallel
         if self.target.index is None and not self.on_host:
             return
@@ -282,15 +302,15 @@ class Redirection:
         self._set(parallel, "data_parallel", once)
 
     def _install_extensions(self) -> None:
-        """A CUDA extension that can be built is not seen to fail: its kernels are not launched, and nobody asks why."""
+        """Report built CUDA extensions: they cannot be redirected, and their failure is silent."""
         def built(really: Any) -> Any:
             @wraps(really)
             def build(*args: Any, **kwargs: Any) -> Any:
                 given = inspect.signature(really).bind(*args, **kwargs).arguments
                 sources = given.get("sources") or ()
                 if given.get("cuda_sources") or any(str(name).endswith(".cu") for name in ([sources] if isinstance(sources, str) else sources)):
-                    say(f"--device {self.asked} cannot redirect the CUDA extension {given['name']!r}: its kernels compute on a CUDA device alone. Take the "
-                        "path of the script without it, where there is one; else run it where there is a CUDA device")
+                    say(f"--device {self.asked} cannot redirect the CUDA extension {given['name']!r}: its kernels run only on a CUDA device. Use a code "
+                        "path of the script without it, or run the script on a machine with a CUDA device")
                 return really(*args, **kwargs)
 
             return build
@@ -305,7 +325,7 @@ class Redirection:
         else:
             sys.meta_path.insert(0, AfterImport({name: wrap}))
 
-    # -- torch.cuda and its like --------------------------------------------------------------------------------------------
+    # -- torch.cuda and other accelerator modules -----------------------------------------------------------
 
     def _install_modules(self) -> None:
         torch, kind, answers = self.torch, self.target.type, self._answers()
@@ -334,7 +354,7 @@ class Redirection:
                 self._set(getattr(module, part, None), name, partial(_own, zero))
 
     def _answers(self) -> dict[str, Any]:
-        """What the functions of an accelerator give on another device: its own, where it has them, else what holds where nothing is on an accelerator."""
+        """Return the functions of the target accelerator, or else neutral answers, by name."""
         found = host_answers(self.torch)
         own = getattr(self.torch, self.target.type)
         for name in found if not self.on_host else ():
@@ -345,7 +365,7 @@ class Redirection:
         return found
 
     def _answer_by_index(self, module: Any) -> None:
-        """On one of several cards: whatever number the program gives is this one, and what it does without a number is done there."""
+        """On one of several cards, redirect every device number, and calls without a number, to this card."""
         for owner in (module, *(getattr(module, name, None) for name in OF_A_MODULE), self.torch.accelerator):
             for name, really in list(vars(owner).items()) if owner is not None else ():
                 if not name.startswith("_") and (found := self._by_index(really)) is not really:
@@ -355,7 +375,10 @@ class Redirection:
         module._lazy_call(partial(module.set_device, self.target))
 
     def _by_index(self, really: Any) -> Any:
-        """``really`` with its argument ``device`` redirected, if it is a function that has one. Its own module means the card that it names."""
+        """Wrap ``really`` to redirect its argument ``device``, if it has one.
+
+        Its own module means the card that it names.
+        """
         names = list(inspect.signature(really).parameters) if inspect.isfunction(really) else []
         key = next((name for name in ("device", "device_index") if name in names), None)
         if key is None:
@@ -369,7 +392,7 @@ class Redirection:
         return call
 
     def _asked(self, name: str, really: Any, of_target: bool) -> Any:
-        """`is_available` and `device_count`: libraries get the true answer, the program the one with which it runs on its one device."""
+        """Answer `is_available` and `device_count`: the truth for libraries, one device for the script."""
         counts = name == "device_count"
 
         @wraps(really)
@@ -385,7 +408,7 @@ class Redirection:
 
 
 def _own(answer: Any, really: Any) -> Any:
-    """``answer`` as an object of its own: the compiler has a rule for each function of torch, and knows it by its identity."""
+    """Return ``answer`` as a new object: the compiler has rules per function of torch, by identity."""
     if isinstance(answer, type):
         return type(answer.__name__, (answer,), {})
 

@@ -1,6 +1,7 @@
-"""Looks at an exception while its process still lives, and writes down what a text would not tell.
+"""Inspects an exception in the living process, and records details missing from the traceback.
 
-Nothing is computed on a device and nothing is kept: shapes, dtypes and names, and the ends of small integer tensors on the CPU.
+It computes nothing on a device and keeps nothing: shapes, dtypes, names, and the extremes of small integer
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flatout.plan.failure import FailureRecord, FrameSeen, ModuleSeen, TensorSee
 
 MOST_FRAMES = 200
 MOST_TENSORS = 12
-MOST_ENTRIES = 1 << 22  # of an integer tensor whose ends are looked for
+MOST_ENTRIES = 1 << 22  # of an integer tensor whose minimum and maximum are read
 MOST_CHARACTERS = 20_000
 MOST_NODES = 20_000  # of an autograd graph
 NODE = re.compile(r"(?:Function '|output \d+ of )(\w+?)(?:Backward\d*)?[',]")
@@ -30,7 +31,7 @@ OF_A_GPU = re.compile(r"\bGPU (\d+)\b")
 
 
 def look(error: BaseException) -> FailureRecord:
-    """Everything that can be had. Raises nothing: what cannot be had is left out."""
+    """Return every available detail. Raises nothing: unavailable details are left out."""
     record = FailureRecord(live=True)
     for link, thrown in _chain(error):
         record.chain.insert(0, _thrown(thrown, link))
@@ -84,7 +85,7 @@ def _frame(frame: FrameType, line: int) -> FrameSeen:
 
 
 def _statement(frame: FrameType, line: int) -> str:
-    """The line with those around it: a call may be written over several."""
+    """Return the line with the lines after it: a call may span several."""
     return " ".join(linecache.getline(frame.f_code.co_filename, at, frame.f_globals).strip() for at in range(line, line + 4))
 
 
@@ -108,7 +109,7 @@ _FOREIGN = _foreign()
 
 
 def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
-    """Those that the failing line names, then the frame's others."""
+    """Return the tensors that the failing line names, then the others of the frame."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -132,7 +133,7 @@ def _tensor(name: str, value: Any, torch: Any) -> TensorSeen:
     whole = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
     if whole and value.device.type == "cpu" and type(value) is torch.Tensor and 0 < value.numel() <= MOST_ENTRIES:
         flat = value.detach().reshape(-1)
-        read = torch._C.TensorBase.item  # whoever listens to what Python asks of tensors is not to hear us
+        read = torch._C.TensorBase.item  # bypasses hooks on tensor reads
         low, high = read(flat.argmin()), read(flat.argmax())
         seen.low, seen.high = read(flat[low]), read(flat[high])
         seen.where_low, seen.where_high = _unravel(low, seen.shape), _unravel(high, seen.shape)
@@ -147,7 +148,7 @@ def _unravel(at: int, shape: list[int]) -> list[int]:
     return found
 
 
-# -- the process --------------------------------------------------------------------------------------------------
+# -- process state -----------------------------------------------------------------------------------------
 
 
 def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
@@ -164,7 +165,10 @@ def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
 
 
 def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
-    """Bytes on the device that the error names, or on the fullest one, and what holds them. Only asked where CUDA is in use: asking would start it."""
+    """Record the bytes on the device that the error names, or the fullest one, and what holds them.
+
+    Asks only if CUDA is in use: asking would initialise it.
+    """
     if torch is None or not torch.cuda.is_initialized():
         return
     devices = range(torch.cuda.device_count())
@@ -185,7 +189,7 @@ def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
             kept[kind][storage.data_ptr()] = storage.nbytes()
 
     for thing in gc.get_objects():
-        # type() and not isinstance(): the __class__ of a foreign object may be code of its own, and warn
+        # type() instead of isinstance(): the __class__ of a foreign object may run code and warn
         if issubclass(type(thing), torch.nn.Parameter):
             keep("parameters", thing.data)
             keep("gradients", thing.grad)
@@ -197,7 +201,7 @@ def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
 
 
 def _module(record: FailureRecord, error: BaseException, torch: Any) -> None:
-    """Which layer was running, by its path in the outermost module on the stack."""
+    """Record which layer was running, by its path in the outermost module on the stack."""
     if torch is None:
         return
     error = _root(error)
@@ -220,7 +224,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _name_of(module: Any, trace: TracebackType | None) -> str:
-    """What the user's own frame calls it."""
+    """Return the name of the module in the user's own frame."""
     for frame, _ in traceback.walk_tb(trace):
         if _is_mine(frame.f_code.co_filename):
             for name, value in frame.f_locals.items():
@@ -230,7 +234,7 @@ def _name_of(module: Any, trace: TracebackType | None) -> str:
 
 
 def _batch(record: FailureRecord, error: BaseException, torch: Any) -> None:
-    """The number of the batch, where there is one loader at work."""
+    """Record the number of the batch, if exactly one loader is in use."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return
@@ -240,7 +244,7 @@ def _batch(record: FailureRecord, error: BaseException, torch: Any) -> None:
 
 
 def _forward_call(record: FailureRecord, error: BaseException, torch: Any) -> None:
-    """Where the operation that the error names was called: anomaly mode keeps that with the graph, and prints it in a warning only."""
+    """Record the forward call of the failing operation; anomaly mode stores it in the graph."""
     named = NODE.search(str(error))
     if torch is None or named is None:
         return

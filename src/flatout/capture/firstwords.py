@@ -1,15 +1,19 @@
-"""What a rank of a launch tells its launcher when it fails, at the moment when the exception has reached the top: which rank was first must not be told from
-when processes end. Ending takes long, and the others fail meanwhile because this one no longer answers them.
+"""Start-up failure reports: a rank reports its failure to the launcher when the exception reaches the top.
 
-The launch has a folder, named by FLATOUT_GANG. In it the rank rings the *bell*, a pipe that the launcher listens to (lines arrive there in the order in
-which ranks write them, so no clock is read), and leaves its words, `rank<k>.failed`, by atomic rename:
+The end of a process does not show which rank failed first. Ending takes long, and meanwhile other ranks fail
+because this rank no longer answers.
 
-    failing <rank> <pid>           an exception has reached the top; the words are being written
-    failing <rank> <pid> first     the same, of the first rank (what is explained and what is named must not differ)
-    words   <rank> <pid>           they lie there
-    leaving <rank> <pid>           the program has ended, for whatever reason, and now its objects end
+The launch has a folder, named by FLATOUT_GANG. The rank writes to an event FIFO in it, which the launcher
+reads. Lines arrive in the order in which ranks write them, so no clock is needed. The rank stores its report,
+`rank<k>.failed`, by atomic rename:
 
-Like the last words, this file is read at the start of a program and imports nothing that is not there already.
+    failing <rank> <pid>           an exception has reached the top; the report is being written
+    failing <rank> <pid> first     the same, from the first rank (the explained and the named rank must be the same)
+    words   <rank> <pid>           the report is complete
+    leaving <rank> <pid>           the script has ended, for any reason, and its objects are being destroyed
+
+Like the crash report, this file is read at the start of a script and imports nothing that is not loaded
+already.
 """
 
 from __future__ import annotations
@@ -26,37 +30,44 @@ MOST_CHARACTERS = 100_000  # of a traceback
 
 
 class FirstWords:
-    """Of this process, in the rank that it belongs to. It *is* the rank where the launcher is its parent; a rank may start programs of its own."""
+    """Reports of this process.
+
+    It *is* the rank if the launcher is its parent; a rank may start processes of its own.
+    """
 
     def __init__(self, gang: str, rank: str, launcher: str) -> None:
         self.gang, self.rank = gang, rank
         self.is_rank = launcher == str(os.getppid())
 
     def hear(self, error: BaseException) -> bool:
-        """Tell of an exception that ends this process. Answers whether it may explain itself: of the ranks, the first that fails does. Raises nothing."""
+        """Report an exception that ends this process; return whether it is the first and may be explained."""
         try:
             if isinstance(error, KeyboardInterrupt):
                 self._ring(FAILING)
-                return False  # writing imports what calls eval(), after which CPython no longer ends by SIGINT but with 1 (run_eval_code_obj)
+                # writing imports code that calls eval(); CPython then exits with 1, not by SIGINT
+                # (run_eval_code_obj)
+                return False
             first = self.is_rank and self._claim()
             self._ring(FAILING, FIRST if first else "")
             self._write(error)
             self._ring(WORDS)
         except Exception:
-            return False  # the launch is over, or its disk full: then when this process ends has to do
+            return False  # the launch is over, or its disk full: the exit time must do
         return first or not self.is_rank
 
     def leave(self) -> None:
-        """Tell that this process comes to its end."""
+        """Report that this process ends."""
         try:
             self._ring(LEAVING)
         except OSError:
             pass
 
     def _ring(self, word: str, more: str = "") -> None:
-        bell = os.open(os.path.join(self.gang, BELL), os.O_WRONLY | os.O_NONBLOCK)  # never waits: without a launcher it is an error
+        # never blocks: without a launcher it raises
+        bell = os.open(os.path.join(self.gang, BELL), os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(bell, f"{word} {self.rank} {os.getpid()} {more}\n".encode())  # less than PIPE_BUF: lines of several ranks do not mix
+            # less than PIPE_BUF: lines of ranks do not mix
+            os.write(bell, f"{word} {self.rank} {os.getpid()} {more}\n".encode())
         finally:
             os.close(bell)
 
@@ -81,6 +92,6 @@ class FirstWords:
 
 
 def of_this_launch(environment: Mapping[str, str] = os.environ) -> FirstWords | None:
-    """None where no launcher of ours waits for them."""
+    """Return the reporter; None if no flatout launcher waits for reports."""
     gang, rank = environment.get("FLATOUT_GANG"), environment.get("FLATOUT_RANK", "")
     return FirstWords(gang, rank, environment.get("FLATOUT_LAUNCHER", "")) if gang and rank.isdigit() else None

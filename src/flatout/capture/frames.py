@@ -1,4 +1,4 @@
-"""Whose line is it: the user's own frame on a stack, past torch, other libraries, Python itself and us."""
+"""Finds the user's own line on a stack, past torch, other libraries, Python itself and flatout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Line = tuple[CodeType, int]  # a function's code, and the line in its file
 
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's own source; not a library, nor Python's, nor ours, nor text without a file."""
+    """Whether a file is the user's own source, not that of a library, Python, flatout or generated code."""
     return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON)
                                    or is_installed(filename))
 
 
 def is_installed(filename: str) -> bool:
-    """Whether it lies where packages were installed to under another name than the usual ones: `pip install --target`."""
+    """Whether a file lies where packages were installed under an unusual path: `pip install --target`."""
     return any(filename.startswith(f"{folder}/") and _holds_packages(folder) for folder in sys.path if folder.startswith("/"))
 
 
@@ -44,7 +44,7 @@ def is_torch(filename: str) -> bool:
 
 
 def users_line(frame: FrameType | None) -> Line | None:
-    """The innermost line of the user's own on the stack of ``frame``; a library's that is not torch's where the user has none."""
+    """Return the innermost user line on the stack; without one, a line of a library other than torch."""
     library: Line | None = None
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -61,7 +61,7 @@ def place_of(line: Line | None) -> Place | None:
 
 
 def spelled(line: Line) -> tuple[str, int, str]:
-    """File, line and function; a module's own lines have no function."""
+    """Return file, line and function; module-level lines have no function."""
     code, number = line
     return code.co_filename, number, "" if code.co_name == "<module>" else code.co_qualname
 

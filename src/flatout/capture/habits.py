@@ -1,4 +1,4 @@
-"""Calls that tell of a habit, counted with their place and their price: emptying the cache, saving, collecting garbage, and the like."""
+"""Counts costly calls with place and time: emptying the cache, saving, collecting garbage."""
 
 from __future__ import annotations
 

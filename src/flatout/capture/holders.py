@@ -1,7 +1,7 @@
-"""Who holds tensors that should be gone: what was born in an earlier step and still lives, the container it sits in, and the line that
-put it there.
+"""Leak finder: finds living tensors of earlier steps, their container and the line that fills it.
 
-Only looked at between two steps. Tensors are known by weak references, so that looking keeps none of them alive.
+It inspects only between two steps. Tensors are known by weak references, so that inspecting keeps none of
+them alive.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from flatout.capture.frames import is_users, place_at
 from flatout.plan.findings import Place
 
-MOST_NODES = 5000  # of a graph that is walked
-DEEPEST = 4  # containers in containers
-SUSPECTS = 4  # whose holders are looked for; each costs a walk over all objects
+MOST_NODES = 5000  # limit of a walk over the autograd graph
+DEEPEST = 4  # limit of nested containers
+SUSPECTS = 4  # tensors whose holders are searched; each costs a walk over all objects
 CONTAINERS = (list, dict, set, tuple, deque)
 GROWING = (list, dict, set, deque)
 PUTTING = ("append", "extend", "add", "insert", "appendleft", "update", "setdefault", "put", "put_nowait")
 
-Named = tuple[str, str, str, tuple[str, ...]]  # kind, name, owner, files in which it can be spelled
+Named = tuple[str, str, str, tuple[str, ...]]  # kind, name, owner, files that can contain the name
 
 
 @dataclass
 class Held:
-    """What holds tensors of earlier steps: its name for a person, and the line that puts them there."""
+    """What holds tensors of earlier steps: its readable name, and the line that puts them there."""
 
     holder: str = ""
     place: Place | None = None
@@ -42,16 +42,20 @@ class Held:
 
 
 class Holders:
-    """``look`` is called a few times, some steps apart; ``found`` says what has piled up between them."""
+    """Finds growing containers.
+
+    ``look`` is called a few times, some steps apart; ``found`` reports what grew in between.
+    """
 
     def __init__(self, torch: Any, owners: Iterable[Any] = ()) -> None:
-        """``owners`` are objects of the user's whose attributes may grow, beside what functions name: data sets."""
+        """``owners``: user objects whose attributes may grow, such as data sets."""
         self.torch = torch
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._lengths: list[dict[Named, int]] = []  # of the containers that are named, at each look
+        self._lengths: list[dict[Named, int]] = []  # of the named containers, at each look
         self._looks: list[tuple[int, dict[int, weakref.ref]]] = []
         self._graphs: list[int] = []
-        self._sizes: list[dict[tuple[str, str], int]] = []  # bytes of the tensors that the user's functions name, at each look
+        # bytes of tensors in the user's variables, at each look
+        self._sizes: list[dict[tuple[str, str], int]] = []
 
     def look(self, step: int) -> None:
         alive = {id(tensor): weakref.ref(tensor) for tensor in self._alive()}
@@ -62,7 +66,10 @@ class Holders:
                             if isinstance(value, self.torch.Tensor) and value.layout == self.torch.strided})
 
     def found(self, known: Iterable[Any]) -> Held | None:
-        """``known`` are tensors that live for good reason: parameters, gradients, the optimizer's state, buffers."""
+        """Return the leak, if any.
+
+        ``known``: tensors that must live: parameters, gradients, optimizer state, buffers.
+        """
         if len(self._looks) < 4:
             return None
         fine = {id(tensor) for tensor in known}
@@ -84,7 +91,7 @@ class Holders:
         return held
 
     def fullest(self) -> Held | None:
-        """The named container that has more entries at each look; of several, the one that has gained most."""
+        """Return the named container that grew at each look; of several, the one with the largest growth."""
         if len(self._lengths) < 4:
             return None
         first, *later = self._lengths
@@ -107,7 +114,7 @@ class Holders:
                     yield named, len(value)
 
     def _swollen(self) -> Held | None:
-        """One tensor that is larger at each look: what is joined to it is never taken away."""
+        """Return a single tensor that grew at each look: concatenation without removal."""
         first, *later = self._sizes
         grown = [(later[-1][key] - size, key) for key, size in first.items()
                  if all(key in sizes for sizes in later) and all(b[key] > a[key] for a, b in zip(self._sizes, later, strict=False))]
@@ -116,19 +123,19 @@ class Holders:
         more, (file, name) = max(grown)
         return Held(f"tensor `{name}`", _putting_line(name, "variable", [file]), held_bytes=more)
 
-    # -- tensors ------------------------------------------------------------------------------------------------------
+    # -- tensors --------------------------------------------------------------------------------------------
 
     def _alive(self) -> Iterator[Any]:
         tensor_class = self.torch.Tensor
         return (thing for thing in gc.get_objects() if issubclass(type(thing), tensor_class))
 
     def _births(self, fine: set[int]) -> list[list[Any]]:
-        """Of the tensors alive now: those born between each look and the next, the last look left out."""
+        """Group the living tensors by the look after which they were created; the last look is left out."""
         now = {id(tensor): tensor for tensor in self._alive() if id(tensor) not in fine}
         found = []
         for (_, before), (_, after) in zip(self._looks[:-2], self._looks[1:-1], strict=True):
             born = [(ref(), before.get(key)) for key, ref in after.items() if key in now]
-            # An address is given to another tensor once its own is gone.
+            # An address is reused once its tensor is gone.
             found.append([tensor for tensor, earlier in born if tensor is not None and (earlier is None or earlier() is not tensor)])
         return found
 
@@ -137,7 +144,7 @@ class Holders:
         return max(chains, key=lambda pair: pair[0])[1] if chains else None
 
     def _nodes(self, tensor: Any) -> int:
-        """The nodes of the autograd graph below a tensor, up to a limit."""
+        """Count the nodes of the autograd graph below a tensor, up to a limit."""
         seen: set[Any] = set()
         todo = [tensor.grad_fn]
         while todo and len(seen) < MOST_NODES:
@@ -158,7 +165,7 @@ def _most_common_holder(tensors: list[Any], ours: set[int]) -> tuple[str, Place 
 
 
 def _holder(tensor: Any, ours: set[int]) -> Named | None:
-    """The named thing that holds a tensor, through containers; ``ours`` are the containers in which we hold it ourselves."""
+    """Return the named object that holds a tensor, through containers; ``ours``: flatout's containers."""
     things, kind, seen = [tensor], "variable", {id(tensor), *ours}
     for _ in range(DEEPEST):
         for thing in things:
@@ -193,7 +200,7 @@ def _name_in_frames(thing: Any, kind: str) -> Named | None:
 
 
 def _name_in_namespaces(thing: Any, kind: str) -> Named | None:
-    """A global of a module, an attribute of an object, or a variable that a function has closed over."""
+    """Find a global of a module, an attribute of an object, or a closure variable."""
     for referrer in gc.get_referrers(thing):
         if isinstance(referrer, dict):
             name = next((key for key, value in referrer.items() if value is thing and isinstance(key, str)), None)
@@ -221,7 +228,7 @@ def _name_in_namespaces(thing: Any, kind: str) -> Named | None:
 
 def _attribute(owner: Any, name: str, kind: str) -> Named | None:
     if type(owner).__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return None  # what a trial notes for itself
+        return None  # flatout's own notes in a trial
     files = []
     for each in type(owner).__mro__:
         file = getattr(sys.modules.get(each.__module__), "__file__", None)
@@ -237,11 +244,11 @@ def _is_namespace(thing: Any) -> bool:
     return isinstance(thing, dict) and "__builtins__" in thing
 
 
-# -- the line ------------------------------------------------------------------------------------------------------------
+# -- source lines ------------------------------------------------------------------------------------------
 
 
 def _putting_line(name: str, kind: str, files: Iterable[str]) -> Place | None:
-    """The line of the user's that puts something into this name: a call of ``append`` and the like, an item or the name assigned."""
+    """Return the user's line that fills this name: ``append`` and the like, or an assignment."""
     short = name.removeprefix("self.")
     for file in files:
         found = sorted((rank, -inside, line, function) for rank, inside, line, function in _puts(file, short, kind))
@@ -252,7 +259,7 @@ def _putting_line(name: str, kind: str, files: Iterable[str]) -> Place | None:
 
 
 def _puts(file: str, short: str, kind: str) -> Iterator[tuple[int, int, int, str]]:
-    """Rank (0 is likeliest), how many loops it stands in, line and function."""
+    """Yield rank (0 is most likely), loop depth, line and function of each candidate."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -261,7 +268,8 @@ def _puts(file: str, short: str, kind: str) -> Iterator[tuple[int, int, int, str
 
     def walk(node: ast.AST, loops: int, function: str) -> Iterator[tuple[int, int, int, str]]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            loops, function = int(node.name in running), node.name  # what is on the stack between two steps is in the loop
+            # functions on the stack between two steps contain the loop
+            loops, function = int(node.name in running), node.name
         elif isinstance(node, (ast.For, ast.While, ast.AsyncFor)):
             loops += 1
         rank = _rank(node, short, kind)
@@ -289,7 +297,7 @@ def _rank(node: ast.AST, short: str, kind: str) -> int | None:
 
 
 def _ends(node: ast.AST) -> str:
-    """The last name of ``a``, ``self.a``, ``a[i]`` and ``a[i].b``."""
+    """Return the last name of ``a``, ``self.a``, ``a[i]`` and ``a[i].b``."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,6 +1,6 @@
-"""What `torch.cuda` answers a program that `--device cpu` has redirected: everything is done at once, and nothing lies on a card.
+"""Answers of `torch.cuda` to a script that `--device cpu` has redirected.
 
-Its random numbers are those of the CPU's own generator.
+All work is done at once, and no memory is used on a card. Random numbers come from the CPU's own generator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats")
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Nothing is queued, cached or counted on the CPU."""
+    """Do nothing: nothing is queued, cached or counted on the CPU."""
 
 
 def zero(*args: Any, **kwargs: Any) -> int:
@@ -31,7 +31,7 @@ def zero(*args: Any, **kwargs: Any) -> int:
 
 
 class Event:
-    """A moment of the host: on the CPU everything before it is done when it is recorded."""
+    """A moment of the host clock: on the CPU, all earlier work is done when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at_s = 0.0
@@ -43,7 +43,7 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         return float(end_event._at_s - self._at_s) * 1e3
 
     wait = synchronize = nothing
@@ -75,7 +75,7 @@ class Stream:
 
 
 class Here:
-    """A context in which the device or the stream is another: there is one."""
+    """A context that selects a device or a stream: there is only one, so it does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -88,21 +88,21 @@ class Here:
 
 
 class Runtime:
-    """`torch.cuda.cudart()`: every call succeeds."""
+    """Replaces `torch.cuda.cudart()`: every call succeeds."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return zero
 
 
 def host_answers(torch: Any) -> dict[str, Any]:
-    """By name, for the functions and classes of `torch.cuda` and its like."""
+    """Return replacements by name for the functions and classes of `torch.cuda` and similar modules."""
     memory = tuple(os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name in os.sysconf_names else 0 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
     properties = SimpleNamespace(name="CPU", major=0, minor=0, total_memory=memory[1], multi_processor_count=os.cpu_count() or 1)
     stream = type("Stream", (Stream,), {"device": torch.device("cpu")})
-    seeds = {torch.initial_seed()}  # those of a program that has not seeded torch
+    seeds = {torch.initial_seed()}  # the seed of a script that has not seeded torch
 
     def seed(seed: int) -> None:
-        """A program that seeds `torch.cuda` alone is reproducible; one that has seeded torch goes on with that seed, as if this line were not there."""
+        """Seed the CPU if the script seeds only `torch.cuda`; after `torch.manual_seed`, do nothing."""
         if is_torch(sys._getframe(2).f_code.co_filename):  # `torch.manual_seed`
             seeds.clear()
         elif torch.initial_seed() in seeds:
@@ -110,7 +110,7 @@ def host_answers(torch: Any) -> dict[str, Any]:
             torch.default_generator.manual_seed(seed)
 
     def put_back(state: Any, device: Any = None) -> None:
-        if state.shape == torch.get_rng_state().shape:  # that of a card is another
+        if state.shape == torch.get_rng_state().shape:  # the state of a card has another shape
             torch.set_rng_state(state)
 
     def put_back_all(states: Any) -> None:

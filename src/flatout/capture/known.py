@@ -1,9 +1,9 @@
-"""Values of tensors that are not computed: those that shapes and decisions of a program depend on.
+"""Tensor values in runs without computation: the values that shapes and decisions of a script depend on.
 
-Where operators run for shapes alone, a tensor has no values. Some are needed all the same: the step that an optimizer counts, a length, a mask that
-chooses. They come of constants and of the batch's integers, so whatever is made of these alone is really computed, as long as it is small. What else
-a program asks for is answered with what an ordinary step would say: numbers are 1, nothing is infinite, nothing is less than anything, and what is asked
-of all of them holds.
+Where operators run for shapes only, a tensor has no values. Some are needed all the same: the optimizer's
+step count, a length, a mask. They come from constants and integers of the batch, so whatever is made of these
+alone is really computed, as long as it is small. All other queries get the answer of an ordinary step:
+numbers are 1, nothing is infinite, no comparison "less than" holds, and every `all` holds.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-MOST_ELEMENTS = 2**18  # of what is really computed
-ALL = ("all", "_is_all_true")  # asked to make sure; "any" looks for trouble
+MOST_ELEMENTS = 2**18  # limit for values that are really computed
+ALL = ("all", "_is_all_true")  # such checks expect success; "any" checks for errors
 SAME, OPPOSITE = ("view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze", "select"), ("bitwise_not", "logical_not")
 JUNCTIONS = {"mul": all, "bitwise_and": all, "logical_and": all, "add": any, "bitwise_or": any, "logical_or": any}
 
 
 class KnownValues:
-    """``of`` a tensor, as a real tensor, or None. Everything here runs with dispatch modes off."""
+    """Known values. ``of`` returns a real tensor or None. All methods run with dispatch modes off."""
 
     def __init__(self, torch: Any) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = torch
         self._values: Any = WeakIdKeyDictionary()
-        self._truths: Any = WeakIdKeyDictionary()  # of tensors of truth values: what they would most likely say
-        self.guessed: set[str] = set()  # questions that were answered without knowing
+        self._truths: Any = WeakIdKeyDictionary()  # boolean tensors: their most likely value
+        self.guessed: set[str] = set()  # queries that were answered by a guess
 
     def set(self, tensor: Any, value: Any) -> None:
         self._values[tensor] = value
@@ -36,13 +36,16 @@ class KnownValues:
         return self._values.get(tensor)
 
     def worth_keeping(self, tensor: Any) -> bool:
-        """Whether the value of a real tensor may matter: a lone number, or integers that are not too many."""
+        """Whether the value of a real tensor may matter: a single number, or not too many integers."""
         if tensor.layout != self.torch.strided or tensor.requires_grad or tensor.device.type != "cpu":
             return False
         return bool(tensor.numel() <= 1 or (tensor.numel() <= MOST_ELEMENTS and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex))
 
     def computed(self, function: Any, leaves: list[Any], rebuild: Any) -> Any:
-        """What an operator really gives, where all its tensors are known and nothing is drawn; else None. Writes into known values."""
+        """Compute an operator whose tensors are all known and which draws nothing; else return None.
+
+        Writes into known values.
+        """
         torch = self.torch
         if torch.Tag.nondeterministic_seeded in function.tags:
             return None
@@ -57,11 +60,11 @@ class KnownValues:
         try:
             with torch.no_grad():
                 return function(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, NotImplementedError):  # a value that we made up does not fit
+        except (RuntimeError, IndexError, ValueError, NotImplementedError):  # a guessed value does not fit
             return None
 
     def _worth_making(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether what is made from nothing may matter: a lone number, or integers that are not too many."""
+        """Whether the result of a constructor may matter: a single number, or not too many integers."""
         if name.startswith(("aten::empty", "aten::_empty")):
             return False
         sizes = next((arg for arg in (*args, kwargs.get("size")) if isinstance(arg, (list, tuple))), ())
@@ -71,7 +74,7 @@ class KnownValues:
         return few and elements <= (MOST_ELEMENTS if whole else 1)
 
     def note(self, function: Any, leaves: list[Any], made: Any, values: Any) -> None:
-        """Remember what is known of an operator's tensors; ``values`` are theirs, where they were computed."""
+        """Remember the known tensors of an operator; ``values`` are theirs, if they were computed."""
         torch = self.torch
         several = isinstance(made, (list, tuple))
         found = values if several and isinstance(values, (list, tuple)) else [values]
@@ -82,14 +85,16 @@ class KnownValues:
                 if not value.dtype.is_floating_point or value.numel() <= 1:
                     self.set(each, value)
             elif function._schema.is_mutable and each.numel() > 1:
-                self._values.pop(each, None)  # what is written into a lone number leaves it as it was: a counter, a flag
+                # a write into a single number leaves it unchanged: a counter, a flag
+                self._values.pop(each, None)
             elif each.numel() <= 1 and each.dtype in (torch.int64, torch.int32) and self.of(each) is None:
-                self.set(each, torch.ones(each.shape, dtype=each.dtype, device="cpu"))  # now, so that what is made of it fits to it
+                # set now, so that results made from it are consistent
+                self.set(each, torch.ones(each.shape, dtype=each.dtype, device="cpu"))
             if each.dtype == torch.bool:
                 self._truths[each] = self._truth(function, leaves)
 
     def _truth(self, function: Any, leaves: list[Any]) -> bool:
-        """Whether a question is most likely answered with yes, by how it was put: finite is x == x and |x| != inf."""
+        """Whether a check is most likely true, judged by its operator: "finite" is x == x and |x| != inf."""
         name = function._schema.name.removeprefix("aten::").removesuffix("_")
         tensors = [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
         asked = [bool(self._truths.get(tensor, False)) for tensor in tensors]
@@ -106,7 +111,7 @@ class KnownValues:
         return asked[0] if name in SAME and asked else False
 
     def number(self, tensor: Any) -> Any:
-        """The one number of a tensor, as Python's own."""
+        """Return the single number of a tensor as a Python number."""
         value = self.of(tensor)
         if value is not None and value.numel() == 1:
             return value.item()

@@ -1,8 +1,8 @@
-"""What a program says when it dies: after its own traceback, unchanged, an explanation that is computed only then.
+"""Crash report: when a script dies, an explanation follows its own traceback, which stays unchanged.
 
-Of several ranks only the first that fails is explained: the others mostly fail because of it.
-The explanation comes from an entry ("module:function") named by FLATOUT_EXPLAIN, which is called with the exception and answers lines. At
-the start of a program nothing but this file is read.
+Of several ranks, only the first failing one is explained: the others mostly fail because of it. The
+explanation comes from an entry ("module:function") named by FLATOUT_EXPLAIN, which is called with the
+exception and returns lines. At the start of a script only this file is read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REPORTS_OF_OTHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedExc
 
 
 class LastWords:
-    """Hears of the exception that ends this process. One process of a run speaks, and the first one always."""
+    """Reports the exception that ends this process; one process per run reports, the first one always."""
 
     def __init__(self, entry: str, home: str) -> None:
         self.entry, self.home = entry, home
-        self.told = os.environ.get("FLATOUT_TOLD", os.devnull)  # made by the process that speaks
+        self.told = os.environ.get("FLATOUT_TOLD", os.devnull)  # created by the process that reports
         self.first = os.environ.get("FLATOUT_FIRST", "")
         self.ledger = Ledger()
         self.heard = False
@@ -46,16 +46,18 @@ class LastWords:
         if explains and self.launcher is None:
             self.explain(error)
         elif explains:
-            self.unexplained = error  # for the end: torch prints a rank's traceback when all hooks are through, and a launcher waits for nobody
+            # for the end: torch prints a rank's traceback after all hooks, and a launcher does not wait
+            self.unexplained = error
 
     def leave(self) -> None:
-        """At the end: a program that has put a hook of its own in the place of ours has died unheard."""
+        """At the end, explain the failure of a script whose own excepthook replaced this one."""
         if self.launcher is not None:
             self.launcher.leave()
         if self.unexplained is not None:
             self.explain(self.unexplained)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # Test runners and debuggers set last_value for what they caught; what really ended the program went through the hook.
+        # Test runners and debuggers set last_value for caught exceptions; the exception that ended the script
+        # called the hook.
         if not self.heard and error is not None and sys.excepthook != self.hear and (self.launcher is None or self.launcher.hear(error)):
             self.explain(error)
         if self._is_first():
@@ -65,9 +67,9 @@ class LastWords:
                 pass
 
     def explain(self, error: BaseException) -> None:
-        """Never raises, and never keeps anybody from leaving."""
+        """Print the explanation. Never raises, and never delays the exit."""
         if not isinstance(error, Exception):
-            return  # KeyboardInterrupt, SystemExit and their like are no failures
+            return  # KeyboardInterrupt, SystemExit and the like are no failures
         try:
             if os.path.exists(self.told) and (not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS):
                 return
@@ -81,7 +83,7 @@ class LastWords:
             return
 
     def _lines(self, error: BaseException) -> list[str]:
-        """Asks the entry, and once more where something broke in: torch's handler of SIGCHLD raises wherever the process happens to be."""
+        """Call the entry, again if interrupted: torch's SIGCHLD handler raises at any point."""
         import importlib
 
         if self.home not in sys.path:
@@ -108,7 +110,7 @@ class LastWords:
 
 
 def _launcher() -> FirstWords | None:
-    """Who hears of a failure first, where several ranks are one program; a program that is alone imports nothing for it."""
+    """Return the reporter to the launcher if there are several ranks; otherwise import nothing."""
     if "FLATOUT_GANG" not in os.environ:
         return None
     from flatout.capture.firstwords import of_this_launch
@@ -117,5 +119,5 @@ def _launcher() -> FirstWords | None:
 
 
 def install(entry: str, home: str) -> None:
-    """Called at the start of a Python process of a run."""
+    """Install the crash report at the start of a Python process of a run."""
     atexit.register(LastWords(entry, home).leave)

@@ -1,4 +1,4 @@
-"""What kinds of layers a program's models are made of: class names and how often each occurs."""
+"""Counts the layers of a script's models by class name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ MOST_NAMES = 32
 
 
 def layer_counts(roots: Iterable[Any]) -> dict[str, int]:
-    """Class name -> number of modules, the most frequent names first, at most 32. A subclass of a layer of torch counts as that layer; containers are left out.
+    """Return class name -> number of modules, the most frequent first, at most 32.
 
-    A module that two roots share counts once.
+    A subclass of a layer of torch counts as that layer; containers are left out. A module that two roots
+    share counts once.
     """
     modules = {id(module): module for root in roots for module in root.modules()}
     counts = Counter(_name(type(module)) for module in modules.values())

@@ -1,10 +1,11 @@
-"""The ledger of patches: the only place that changes foreign objects, so that every change can be listed and undone."""
+"""The ledger of patches: only it changes foreign objects, so every change can be listed and undone."""
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # every program under `flatout run` reads this file, and typing takes longer to import than all the rest
+# every script under `flatout run` imports this file, and importing typing would take longest
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -13,20 +14,23 @@ _ABSENT = object()
 
 
 class MissingTarget(AttributeError):
-    """The thing to patch is not there: this torch differs from what the patch was written for."""
+    """The patch target does not exist: the patch was written for another torch version."""
 
 
 class Ledger:
-    """Set, list, restore in reverse. A patch of something that does not exist is an error with its name."""
+    """Sets, lists and restores patches, last first.
+
+    Patching something that does not exist raises an error with its name.
+    """
 
     def __init__(self) -> None:
         self._undo: list[tuple[str, Callable[[], None]]] = []
 
     def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
-        """Set an attribute of a module, class or object; returns what it replaced.
+        """Set an attribute of a module, class or object; return the value it replaced.
 
-        ``new`` allows an attribute that the owner does not have in its own dictionary (an instance attribute that
-        shadows a method, for example); undoing then deletes it again.
+        ``new`` allows an attribute that is missing in the owner's own dictionary (an instance attribute that
+        shadows a method, for example). Undoing then deletes it again.
         """
         if not hasattr(owner, name) and not new:
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
@@ -46,7 +50,7 @@ class Ledger:
         return seen
 
     def set_flag(self, owner: Any, name: str, value: Any) -> None:
-        """Set what is more than a slot: torch.backends' switches act in their setter, which ``set`` goes round on purpose."""
+        """Set a flag through its setter, which ``set`` bypasses: torch.backends' switches act there."""
         if not hasattr(owner, name):
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
         before = getattr(owner, name)
@@ -54,7 +58,7 @@ class Ledger:
         self._undo.append((f"{_title(owner)}.{name}", lambda: setattr(owner, name, before)))
 
     def set_item(self, owner: Any, key: Any, value: Any) -> None:
-        """Set an item of a dictionary (``os.environ``, a param group)."""
+        """Set an item of a dictionary (``os.environ``, a parameter group)."""
         before = owner.get(key, _ABSENT)
         owner[key] = value
 
@@ -67,7 +71,7 @@ class Ledger:
         self._undo.append((f"[{key!r}]", restore))
 
     def call(self, title: str, undo: Callable[[], None]) -> None:
-        """Note something done by a call (a hook registered, a flag set by its setter) with what undoes it."""
+        """Record a change made by a call (a registered hook, a flag), with the function that undoes it."""
         self._undo.append((title, undo))
 
     def entries(self) -> list[str]:
@@ -77,7 +81,7 @@ class Ledger:
         return len(self._undo)
 
     def restore(self, mark: int = 0) -> None:
-        """Undo everything since ``mark``, last first. One failure does not keep the others from being undone."""
+        """Undo everything since ``mark``, last first. A failure does not prevent the other undo calls."""
         failures = []
         while len(self._undo) > mark:
             title, undo = self._undo.pop()
@@ -90,7 +94,7 @@ class Ledger:
 
 
 def _known_to_script(function: Any, stand_in: Any) -> dict[int, str]:
-    """TorchScript knows torch's functions by their addresses, and those of none that is put in the place of one."""
+    """Keep TorchScript working: it identifies torch's functions by address, not their replacements."""
     table: dict[int, str] = getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None) or {}
     if id(function) not in table or id(stand_in) in table:
         return {}
@@ -99,13 +103,13 @@ def _known_to_script(function: Any, stand_in: Any) -> dict[int, str]:
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
-    # nn.Module and Optimizer give __setattr__ a meaning; a patch wants none of it.
+    # nn.Module and Optimizer define their own __setattr__; a patch must bypass it.
     if isinstance(owner, type) or not hasattr(owner, "__dict__"):
         setattr(owner, name, value)
     else:
         try:
             object.__setattr__(owner, name, value)
-        except TypeError:  # a module type refuses object.__setattr__
+        except TypeError:  # a module type rejects object.__setattr__
             setattr(owner, name, value)
 
 

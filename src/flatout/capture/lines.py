@@ -1,7 +1,7 @@
-"""Which line of the user's own each operator comes from: heard at torch's dispatcher for a step or two.
+"""Finds the user's line of each operator, through torch's dispatcher, for a step or two.
 
-An operator of a backward pass belongs to the line whose gradient it is. A profiler's own stacks name the functions, and not the lines in
-them; they also cost a hundred times as much.
+An operator of a backward pass belongs to the line whose gradient it computes. A profiler's own stacks name
+only functions, not lines; they also cost a hundred times as much.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from typing import Any
 from flatout.capture.frames import Line, users_line
 from flatout.capture.ledger import Ledger
 
-Key = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
+Key = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name and the shapes of its tensors
 
 
 class OperatorLines:
-    """``by_operator`` has the lines of each kind of call, in the order of the calls; ``moments`` when each call came, by ``now_ns``."""
+    """Maps operators to lines.
+
+    ``by_operator``: the lines of each kind of call, in call order. ``moments``: the time of each call, from
+    ``now_ns``.
+    """
 
     def __init__(self, torch: Any, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
         self.by_operator: dict[Key, list[Line | None]] = defaultdict(list)
         self.moments: list[tuple[int, Line | None]] = []
-        self._forward: dict[int, Line | None] = {}  # number of an autograd node -> the line that made it
+        self._forward: dict[int, Line | None] = {}  # number of an autograd node -> the line that created it
 
     def install(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,7 +48,8 @@ class OperatorLines:
         node = self.torch._C._current_autograd_node()
         if node is None:
             line = users_line(sys._getframe(2))
-            self._forward[self.torch._C._autograd._get_sequence_nr() - 1] = line  # its node was made just before
+            # its node was created just before
+            self._forward[self.torch._C._autograd._get_sequence_nr() - 1] = line
         else:
             number = node._sequence_nr()
             line = self._forward[number] if number in self._forward else users_line(sys._getframe(2))

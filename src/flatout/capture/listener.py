@@ -1,4 +1,4 @@
-"""What can be heard of a training program while it runs."""
+"""Events of a running training script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Listener:
-    """Every method does nothing, so a listener states only what it wants."""
+    """Base class of listeners. Every method does nothing, so a listener overrides only what it needs."""
 
     wants_phases = False
 
@@ -21,26 +21,26 @@ class Listener:
     def backward_begin(self, losses: tuple) -> None: ...
     def backward_end(self) -> None: ...
     def exchange_begin(self) -> None:
-        """With several ranks, inside a backward pass: it has computed its gradients, and waits from here for what is still under way."""
+        """Called when a backward pass has computed its gradients and waits for the exchange between ranks."""
 
     def exchange_end(self, traffic: Any) -> None:
-        """``traffic`` is what travelled (ranks/convoy.py)."""
+        """Called after the exchange. ``traffic`` describes what was sent (ranks/convoy.py)."""
 
     def optimizer_begin(self, optimizer: Any) -> None: ...
     def optimizer_end(self, optimizer: Any) -> None: ...
     def step_end(self) -> None: ...
 
     def broke(self, error: Exception) -> None:
-        """The listener itself made a mistake in one of the above, and hears nothing more."""
+        """Called when the listener itself raised an exception in an event; it gets no further events."""
 
 
 EVENTS = tuple(name for name in vars(Listener) if name.endswith(("_begin", "_end")))
 
 
 class Guarded(Listener):
-    """Passes events on, and keeps the mistakes of who hears them out of the program: the first one ends the listening.
+    """Passes events on; the first exception of the listener stops the listener, not the script.
 
-    What is no ``Exception`` passes: stopping the program, and Ctrl-C.
+    Only ``Exception`` is caught: stopping the script and Ctrl-C pass through.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -54,7 +54,7 @@ class Guarded(Listener):
             try:
                 hear(*args)
             except Exception as error:
-                for name in EVENTS:  # what is left is the class's, which does nothing
+                for name in EVENTS:  # the methods of the class remain; they do nothing
                     self.__dict__.pop(name, None)
                 self._listener.broke(error)
 
@@ -62,7 +62,7 @@ class Guarded(Listener):
 
 
 class Several(Listener):
-    """Passes events on to each, in this order."""
+    """Passes events to several listeners, in this order."""
 
     def __init__(self, first: Listener, *others: Listener) -> None:
         self.listeners = (first, *others)

@@ -1,4 +1,4 @@
-"""DataLoaders: learned of as they are made, changed by rules, fed by others, listened to as they hand out batches."""
+"""Tracks DataLoaders: finds them as they are made, applies rules, feeds batches, and reports batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from flatout.capture.frames import place_of, users_line
 from flatout.capture.ledger import Ledger
 
-HUGE = 2**40  # endless samplers pretend to a length
+HUGE = 2**40  # limit: endless samplers report a huge length
 
 
 class LoaderRule:
@@ -25,35 +25,40 @@ class LoaderRule:
 
 
 FeedRule = Callable[[Any, "dict[str, Any]", Any], Any]
-"""Chooses how the batches of a DataLoader are made, each time it is iterated over: ``rule(loader, asked, feed) -> feed``.
+"""Chooses how the batches of a DataLoader are made, per iterator: ``rule(loader, asked, feed) -> feed``.
 
-``asked`` are the arguments that the script made the loader with, ``feed`` what the rules before have chosen, None at first.
-``feed.begin(iterator)`` answers what stands in the data set's place, None where nothing may; ``feed.collate`` takes what it fetches.
+``asked``: the arguments with which the script made the loader. ``feed``: the choice of earlier rules, None at
+first. ``feed.begin(iterator)`` returns a replacement for the data set, or None for no replacement.
+``feed.collate`` collates what the replacement fetches.
 """
 
 
 class Loaders:
-    """What the script asked of each DataLoader, and what it got."""
+    """Records the arguments that the script passed to each DataLoader, and the arguments that it got."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.rules: list[LoaderRule] = []
         self.feed_rules: list[FeedRule] = []
         self.seen: list[dict[str, Any]] = []
-        self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> its place in ``seen``
+        # loader -> its position in ``seen``
+        self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
-        self.alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> the place of the first that was made like it
+        # loader -> position of the first one made with equal arguments
+        self.alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ways: dict[tuple[Any, ...], int] = {}
         self._first: list[int] = []
-        self.fed: Counter[int] = Counter()  # place in ``seen`` -> backward passes that came after a batch of this loader
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # iterator -> its loader's place in ``seen``
-        self._last: int | None = None  # whose batch was the last that was taken
+        # position in ``seen`` -> backward passes after a batch of this loader
+        self.fed: Counter[int] = Counter()
+        # iterator -> its loader's position in ``seen``
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last: int | None = None  # the loader of the last batch
         self._feeds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._dataset: Callable[[], Any] | None = None
         self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hear_making(self, ledger: Ledger) -> None:
-        """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed any later."""
+        """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed later."""
         loader_class = self.torch.utils.data.DataLoader
         init = loader_class.__init__
         signature = inspect.signature(init)
@@ -63,7 +68,7 @@ class Loaders:
             try:
                 bound = signature.bind(loader, *args, **kwargs)
             except TypeError:
-                init(loader, *args, **kwargs)  # the call is wrong: torch's own error is the right one
+                init(loader, *args, **kwargs)  # an invalid call: let torch raise its own error
                 return
             asked = dict(list(bound.arguments.items())[1:])
             changed = self._changed(asked)
@@ -96,13 +101,13 @@ class Loaders:
         self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
 
     def meet(self, loader: Any) -> None:
-        """A DataLoader that was made before we came. What is none is nobody's business."""
+        """Register a DataLoader that was made before flatout attached. Other objects are ignored."""
         if isinstance(loader, self.torch.utils.data.DataLoader):
             asked = arguments_of(loader, self.torch)
             self._note(loader, asked, asked)
 
     def made_anew(self, loader: Any, ledger: Ledger) -> Any:
-        """The DataLoader as the rules would have had it made; from here on feeds act on it."""
+        """Return the DataLoader rebuilt according to the rules; feeds act on it from here on."""
         if loader not in self.alive:
             return loader
         if self.rules or self.feed_rules:
@@ -110,7 +115,8 @@ class Loaders:
             self._feed_iterators(ledger)
         asked = self.alive[loader]
         changed = self._changed(asked)
-        if changed == asked or type(loader) is not self.torch.utils.data.DataLoader:  # a subclass is made by arguments of its own
+        # a subclass has its own arguments
+        if changed == asked or type(loader) is not self.torch.utils.data.DataLoader:
             return loader
         other = type(loader)(**changed)
         del self.alive[loader]
@@ -121,7 +127,7 @@ class Loaders:
         return other
 
     def _keep_the_draw(self, ledger: Ledger) -> None:
-        """Each epoch draws a seed for its workers; persistent ones need none, and every later draw (the next shuffle) would differ."""
+        """Keep drawing one seed per epoch: persistent workers draw none, which would shift later draws."""
         torch, iterator_class = self.torch, self.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
         reset = iterator_class._reset
 
@@ -134,7 +140,7 @@ class Loaders:
         ledger.set(iterator_class, "_reset", reset_heard)
 
     def feed_by(self, rule: FeedRule) -> Callable[[], None]:
-        """Iterators that are made from now on are fed by this rule; answers what ends it."""
+        """Feed iterators that are created from now on by this rule; return the function that ends it."""
         self.feed_rules.append(rule)
 
         def end() -> None:
@@ -144,7 +150,7 @@ class Loaders:
         return end
 
     def _feed_iterators(self, ledger: Ledger) -> None:
-        """Wrap the making of an iterator, in workers or not: both kinds take data set and collation from there."""
+        """Wrap the creation of an iterator, where both kinds of iterators take data set and collation."""
         iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
         init = iterator_class.__init__
 
@@ -163,7 +169,7 @@ class Loaders:
         ledger.set(iterator_class, "__init__", init_fed)
 
     def hear_batches(self, ledger: Ledger, scene: Any) -> None:
-        """Wrap the taking of a batch, while gradients are on: evaluation usually runs without them."""
+        """Wrap the fetch of a batch while gradients are enabled: evaluation usually disables them."""
         iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
         take = iterator_class.__next__
 
@@ -181,7 +187,7 @@ class Loaders:
         self._hear_iterators(ledger, scene)
 
     def _hear_iterators(self, ledger: Ledger, scene: Any) -> None:
-        """Wrap the beginning of an epoch: workers are started there."""
+        """Wrap the start of an epoch, where workers start."""
         loader_class = self.torch.utils.data.DataLoader
         begin = loader_class.__iter__
 
@@ -193,39 +199,43 @@ class Loaders:
             iterator = begin(loader)
             if loader in self.number:
                 self._numbers[iterator] = self.number[loader]
-                if not loader.persistent_workers:  # those loaders hold their iterator
-                    iterator.flatout_loader = loader  # `for batch in DataLoader(...)` holds the iterator alone
+                if not loader.persistent_workers:  # such loaders hold their iterator
+                    iterator.flatout_loader = loader  # `for batch in DataLoader(...)` holds only the iterator
             scene.listener.iterator_end(loader, iterator)
             return iterator
 
         ledger.set(loader_class, "__iter__", iter_heard)
 
     def backward_begins(self) -> None:
-        """The loader of the last batch trains: an evaluation with gradients on is followed by another batch before the next backward pass."""
+        """Count the loader of the last batch as training.
+
+        An evaluation with gradients enabled is followed by another batch before the next backward pass.
+        """
         if self._last is not None:
             self.fed[self._last] += 1
             self._last = None
 
     def first_like(self, number: int) -> int:
-        """The place of the first loader that was made like this one."""
+        """Return the position of the first loader made with equal arguments."""
         return self._first[number]
 
     def data_is_random(self) -> bool:
-        """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
+        """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         dataset = self._dataset() if self._dataset is not None else None
         return dataset is None or draws_random_numbers(dataset, self.torch)
 
 
 def draws_random_numbers(dataset: Any, torch: Any) -> bool:
-    """Whether fetching a sample moves a random generator of torch, numpy or ``random``, or answers otherwise the second time.
+    """Whether fetching a sample draws random numbers or gives another result when repeated.
 
-    Fetches two samples twice, and puts the generators back.
+    Fetches two samples twice, and restores the generators.
     """
     numpy: Any = sys.modules.get("numpy")
     before: Any = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
         for index in (0, 1):
-            if not _alike(dataset[index], dataset[index]):  # a generator of its own, say, of which each worker has a copy
+            # e.g. a generator of its own, copied into each worker
+            if not _alike(dataset[index], dataset[index]):
                 return True
         moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
         if numpy is not None:
@@ -233,7 +243,7 @@ def draws_random_numbers(dataset: Any, torch: Any) -> bool:
             moved = moved or now[2] != before[2][2] or not (now[1] == before[2][1]).all()
         return bool(moved)
     except Exception:
-        return True  # it cannot be told, so it is taken as random
+        return True  # unknown counts as random
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
@@ -254,7 +264,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
-    """The arguments with which this DataLoader would be made again: the samplers that it made for itself are left to it."""
+    """Return the arguments to rebuild this DataLoader, without the samplers that it made for itself."""
     data = torch.utils.data
     asked: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
     sampler, batches = loader.sampler, loader.batch_sampler
@@ -276,7 +286,7 @@ def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
 
 
 def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
-    """What two loaders share that are the same to the script: one that it makes anew for each epoch, say."""
+    """Return a key of loaders that the script treats as one, e.g. a new one for each epoch."""
     try:
         length = len(dataset)
     except Exception:
@@ -288,7 +298,7 @@ def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
 def _weakly(thing: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(thing)
-    except TypeError:  # a list, say; it lives as long as the script wants it
+    except TypeError:  # e.g. a list: hold it strongly
         return lambda: thing
 
 
@@ -311,5 +321,5 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples are fetched by index. An IterableDataset inherits a ``__getitem__`` that only raises."""
+    """Whether samples are fetched by index; an IterableDataset inherits a raising ``__getitem__``."""
     return hasattr(dataset, "__getitem__") and not any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)

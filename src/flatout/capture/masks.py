@@ -1,7 +1,7 @@
-"""Indexing by a mask, heard where torch dispatches it.
+"""Records indexing with a mask at torch's dispatcher.
 
-Nothing may stand in the place of `Tensor.__getitem__`: a class with such a Python function is a sequence to C, for good, also when the function is gone again.
-Then `torch.tensor([loss])` asks a loss how long it is, and fails.
+`Tensor.__getitem__` must not be replaced. A class with such a Python function stays a sequence for C code for
+ever, even after the function is removed. Then `torch.tensor([loss])` asks a loss for its length and fails.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-MASKS = "bool", "uint8"  # types of tensors that say where, and not which
+MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
 Heard = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
 def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
-    """``heard(really, mask, frame)`` is called in the place of each indexing in which the first of the tensors with a mask's type is ``mask``, by code in
-    ``frame``; ``really()`` does it. ``others(found, frame)`` is told what one by other tensors has found. Costs 4 us of each indexing by tensors, nothing of
-    one by numbers and slices."""
+    """Hook indexing by tensors.
+
+    ``heard(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
+    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. ``others(found, frame)`` gets the
+    result of indexing with other tensors. Indexing by tensors costs 4 us more; indexing by numbers and slices
+    costs nothing.
+    """
     index, masks = torch.ops.aten.index.Tensor, tuple(getattr(torch, name) for name in MASKS)
-    # Below autograd, above the devices: all tensors pass through this key, and nobody has a kernel there.
+    # Below autograd and above the devices: all tensors pass this dispatch key, and no kernel is registered
+    # there.
     key = torch._C.DispatchKey.BackendSelect
     below = torch._C._dispatch_keyset_full_after(key)
 
@@ -40,7 +45,7 @@ def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, 
 
 
 def has_mask(index: Any) -> bool:
-    """Whether there is a mask in what somebody indexes with: then the number of results follows from values. Raises nothing."""
+    """Whether an index contains a mask, so that the number of results depends on values. Raises nothing."""
     if isinstance(index, (tuple, list)):
         return any(map(has_mask, index)) or (isinstance(index, list) and any(isinstance(each, bool) for each in index))
     return str(getattr(index, "dtype", "")).removeprefix("torch.") in MASKS and getattr(index, "ndim", 0) > 0

@@ -1,4 +1,4 @@
-"""What the user calls things: the names of live objects in the script's globals and in the functions that run at the moment."""
+"""Finds the user's names for live objects, in the script's globals and in running functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from typing import Any
 
 from flatout.capture.frames import is_users
 
-# A function that asks for its own variables may keep the dictionary that Python hands out for it, the same one that we would get.
+# A function that asks for its own variables may keep the dictionary that Python returns, and Python returns
+# the same one here.
 ASKS_FOR_ITS_VARIABLES = {"locals", "vars", "dir", "eval", "exec"}
-LIVE_VIEWS = sys.version_info >= (3, 13)  # of the variables of a function (PEP 667); before, reading them keeps them alive
+# of local variables (PEP 667); in older versions, reading them keeps them alive
+LIVE_VIEWS = sys.version_info >= (3, 13)
 OWNERS = ("self", "trainer")
 
 
 def visible(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Names and objects: of the main program first, then of the user's functions from ``frame`` outwards and of their modules; attributes of `self` too."""
+    """Yield names and objects of the main module, then of the user's functions and their modules.
+
+    Attributes of `self` are included.
+    """
     main = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     seen = {id(main)}
     yield from list(main.items())
@@ -37,20 +42,23 @@ def visible(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def variables_of(frame: FrameType, always: bool = False) -> dict[str, Any]:
-    """Of a function that runs. Nothing that it holds lives any longer because we have looked; ``always``: where that cannot be had, look all the same."""
+    """Return the variables of a running function without keeping them alive.
+
+    ``always``: if this is impossible, return them all the same.
+    """
     if LIVE_VIEWS:
         return dict(frame.f_locals)
     if sys.gettrace() is not None or sys.getprofile() is not None or _asks_for_its_variables(frame.f_code):
         return dict(frame.f_locals) if always else {}
     held = frame.f_locals
     found = dict(held)
-    held.clear()  # Python 3.11 and 3.12 keep this dictionary, and all that is in it, until the function ends
+    held.clear()  # Python 3.11 and 3.12 keep this dictionary and its contents until the function ends
     return found
 
 
 @lru_cache(maxsize=4096)
 def _asks_for_its_variables(code: CodeType) -> bool:
-    """``model.eval()`` is a method of that name, and asks for nothing."""
+    """Whether the code reads its local variables, as `locals()` and `eval()` do; ``model.eval()`` does not."""
     asks = ASKS_FOR_ITS_VARIABLES & set(code.co_names)
     if asks != {"eval"}:
         return bool(asks)
@@ -58,7 +66,7 @@ def _asks_for_its_variables(code: CodeType) -> bool:
 
 
 def names_of(things: Iterable[Any], seen: Iterable[tuple[str, Any]]) -> dict[int, str]:
-    """By id, the first name that each of these things has; also in a list or a dictionary that has one: ``nets[0]``."""
+    """Return by id the first name of each object, also in a list or dictionary with a name: ``nets[0]``."""
     wanted = {id(thing) for thing in things}
     found: dict[int, str] = {}
     for name, value in seen:
@@ -80,7 +88,7 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def spelled(kind: str) -> str:
-    """A class as a variable would be called: ``LitAutoEncoder`` is ``lit_auto_encoder``, ``VAE`` is ``vae``."""
+    """Spell a class as a variable: ``LitAutoEncoder`` is ``lit_auto_encoder``, ``VAE`` is ``vae``."""
     found = ""
     for at, letter in enumerate(kind):
         after_small = at and (kind[at - 1].islower() or kind[at - 1].isdigit())

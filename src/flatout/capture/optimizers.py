@@ -1,4 +1,4 @@
-"""The optimizers of a script, and whose step counts: of those that step inside one another, the outermost."""
+"""Tracks the optimizers of a script; of nested steps, only the outermost counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flatout.capture.steps import StepBoundaries
 
 
 class Optimizers:
-    """Held weakly, in the order in which they were made. ``boundaries`` learns of those that come and go."""
+    """Weak references to optimizers, in creation order. ``boundaries`` is told of new and deleted ones."""
 
     def __init__(self, boundaries: StepBoundaries) -> None:
         self._boundaries = boundaries
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._stepping: list[int] = []  # the outermost first
+        self._stepping: list[int] = []  # outermost first
 
     @property
     def alive(self) -> list[Any]:
@@ -28,7 +28,7 @@ class Optimizers:
         return bool(self._stepping)
 
     def hear(self, ledger: Ledger, scene: Any) -> None:
-        """From now on, until the ledger is restored, ``scene`` is told of each outermost step by ``optimizer_begins`` and ``optimizer_ends``."""
+        """Report each outermost step to ``scene``, until the ledger is restored."""
         from torch.optim import optimizer as torchs
 
         def begins(optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -64,13 +64,13 @@ class Optimizers:
         boundaries.optimizer_made(key)
 
     def _begins(self, optimizer: Any) -> bool:
-        self._leaves(optimizer)  # a step that raised left its name behind
+        self._leaves(optimizer)  # a step that raised left its entry behind
         self._stepping.append(id(optimizer))
         return len(self._stepping) == 1
 
     def _ends(self, optimizer: Any) -> bool:
         self._leaves(optimizer)
-        if self._stepping:  # a wrapper's inner optimizer: the wrapper is the one that counts
+        if self._stepping:  # the inner optimizer of a wrapper: only the wrapper counts
             self._boundaries.optimizer_gone(id(optimizer))
             self._known.pop(id(optimizer), None)
             return False
@@ -83,7 +83,10 @@ class Optimizers:
             del self._stepping[self._stepping.index(id(optimizer)):]
 
     def wait_for_no_wrapper_of(self, optimizer: Any) -> None:
-        """One that lives on the parameter groups of another need never step itself: that of SAM has two methods of its own, and the other one steps."""
+        """Do not wait for a wrapper that shares the parameter groups: it may never step itself.
+
+        SAM, for example, has two methods of its own, and its inner optimizer steps.
+        """
         groups = {id(group) for group in optimizer.param_groups}
         for wrapper in self.alive:
             if wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):

@@ -1,9 +1,9 @@
-"""Where a file of a trial really lies: a view over the person's folders in which the script's writes, moves and removals show.
+"""Maps file paths of a trial: a view over the user's folders, with the script's own changes.
 
-Nothing here patches anything; the shelter asks it about every path. Three kinds of things are the script's own: files it
-wrote (``moved``, which lie in the trial's folder), folders it made, and files it created under a fresh name (temporary
-ones, which lie where the script wanted them). The last two are also listed in a file, so that the parent can remove what
-a killed program left.
+This module patches nothing; the file sandbox asks it about every path. Three kinds of objects belong to the
+script. Files it wrote are in ``moved`` and lie in the trial's folder. The others are folders it made, and
+files it created under a fresh name (temporary files, which lie where the script put them). Both are also
+listed in a file, so that the parent can remove what a killed script left.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from contextlib import contextmanager
 from typing import Any
 
 SYSTEM = ("/dev/", "/proc/", "/sys/")
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # compilers read them back from other processes
+# other processes of a compiler read them back
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
 class Overlay:
     def __init__(self, folder: str, keeps_temporary: bool = False) -> None:
-        """``keeps_temporary``: also what is written under a fixed name into the folder for temporary files is the script's own."""
+        """``keeps_temporary``: also redirect files with a fixed name in the folder for temporary files."""
         self.folder = folder
-        self.moved: dict[str, str | None] = {}  # None: removed by the script, and still there
+        self.moved: dict[str, str | None] = {}  # None: removed by the script, but still on the disk
         self.made: list[str] = []  # folders
         self.fresh: set[str] = set()
         self.list = f"{folder}.list"
@@ -37,12 +38,13 @@ class Overlay:
         temporary, cwd = _folder(tempfile.gettempdir()), _folder(os.getcwd())
         caches = [os.environ[name] for name in CACHES if os.environ.get(name)] + [os.path.expanduser(f"~/{name}") for name in (".cache", ".triton")]
         self._outside = (*SYSTEM, _folder(folder), *(_folder(path) for path in caches))
-        self._temporary = "\0" if keeps_temporary else temporary  # no path begins so
-        self._project = cwd if cwd.startswith(temporary) and cwd != temporary else None  # people keep projects in /tmp
+        self._temporary = "\0" if keeps_temporary else temporary  # no path starts with this
+        # users keep projects in /tmp
+        self._project = cwd if cwd.startswith(temporary) and cwd != temporary else None
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """While the overlay itself asks the file system, the shelter must not ask the overlay."""
+        """Inside, the overlay itself asks the file system, so the sandbox must not ask the overlay."""
         before, self._own.busy = self.busy, True
         try:
             yield
@@ -53,16 +55,16 @@ class Overlay:
     def busy(self) -> bool:
         return getattr(self._own, "busy", False)
 
-    # -- names ------------------------------------------------------------------------------------------------------
+    # -- path names -----------------------------------------------------------------------------------------
 
     def key(self, path: Any) -> str:
-        """The one name of a file: folders resolved, a link at the end not."""
+        """Return the canonical name of a file: folders resolved, a final link not."""
         folder, name = os.path.split(os.path.abspath(os.fsdecode(os.fspath(path))))
         with self.looking():
             return os.path.join(os.path.realpath(folder), name)
 
     def is_outside(self, path: Any) -> bool:
-        """Whether a path is left alone: not a path at all, the system's, a temporary one, a cache, the trial's own."""
+        """Whether a path is left alone: not a path, or a system, temporary, cache or trial path."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return True
         key = self.key(path) + os.sep
@@ -71,7 +73,7 @@ class Overlay:
         return key.startswith(self._temporary) and not (self._project and key.startswith(self._project))
 
     def _known(self, path: Any) -> str | None:
-        """The key of a path that the script has changed, else None. The name alone answers most questions."""
+        """Return the key of a path that the script has changed, else None; most need only the name."""
         if not self.moved or not isinstance(path, (str, bytes, os.PathLike)):
             return None
         if os.path.basename(os.fsdecode(os.fspath(path)).rstrip(os.sep)) not in self._names:
@@ -84,14 +86,14 @@ class Overlay:
         self._names.add(os.path.basename(key))
 
     def _is_there(self, key: str) -> bool:
-        """In the script's eyes, and not written by it."""
+        """Whether a file that the script did not write exists from its point of view."""
         with self.looking():
             return key not in self.moved and os.path.lexists(key)
 
-    # -- reading and writing ----------------------------------------------------------------------------------------
+    # -- reading and writing --------------------------------------------------------------------------------
 
     def reading(self, path: Any) -> Any:
-        """Where the content lies. Raises FileNotFoundError for what the script has removed."""
+        """Return where the content lies. Raises FileNotFoundError for files that the script has removed."""
         key = self._known(path)
         if key is None:
             return path
@@ -101,7 +103,7 @@ class Overlay:
         return target
 
     def writing(self, path: Any, mode: str) -> Any:
-        """Where to write. The path itself where nothing may be moved, or where the script's own error is the right one."""
+        """Return where to write: the path itself if nothing may move or the script itself must fail."""
         if self.is_outside(path):
             return path
         key = self.key(path)
@@ -112,7 +114,7 @@ class Overlay:
         if target is not None or key in self.fresh or self.is_outside(key):
             return target or path
         folder = os.path.dirname(key)
-        self.reading(folder)  # a folder that the script has removed
+        self.reading(folder)  # raises for a folder that the script has removed
         there = self._is_there(key)
         with self.looking():
             if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or (there and os.path.isdir(key)) or ("x" in mode and there):
@@ -128,7 +130,7 @@ class Overlay:
         return target
 
     def changing(self, path: Any) -> Any:
-        """Where a file lies whose times, rights or length are to be changed; None where the change is to be forgotten."""
+        """Return where to change a file's times, permissions or length; None to ignore the change."""
         if self.is_outside(path):
             return path
         key = self.key(path)
@@ -141,14 +143,14 @@ class Overlay:
         return self.writing(path, "r+")
 
     def create(self, path: Any) -> None:
-        """A file that did not exist was created in place, under a name that cannot be anybody's."""
+        """Register a new file that was created in place, under a fresh name."""
         self.fresh.add(self.key(path))
         self._list("file", self.key(path))
 
-    # -- folders ----------------------------------------------------------------------------------------------------
+    # -- folders --------------------------------------------------------------------------------------------
 
     def shows_again(self, path: Any) -> bool:
-        """A folder that the script has removed and now makes: it was there all the time."""
+        """Show a folder again that the script removed and now makes: it was there all the time."""
         key = self._known(path)
         if key is None or self.moved[key] is not None:
             return False
@@ -161,7 +163,7 @@ class Overlay:
             self._list("folder", self.made[-1])
 
     def hide_folder(self, path: Any) -> bool:
-        """Remove a folder from view. False where it is really to be removed. Raises as ``rmdir`` would."""
+        """Remove a folder from view; False if it must really be removed. Raises as ``rmdir`` does."""
         key = self.key(path)
         self.reading(path)
         for known in [known for known, target in self.moved.items() if target is not None and known.startswith(key + os.sep)]:
@@ -178,10 +180,10 @@ class Overlay:
         self._note(key, None)
         return True
 
-    # -- removing and moving ----------------------------------------------------------------------------------------
+    # -- removing and moving --------------------------------------------------------------------------------
 
     def remove(self, path: Any, quiet: bool = False) -> bool:
-        """Remove a file from view. False where it is really to be removed. Raises as ``unlink`` would."""
+        """Remove a file from view; False if it must really be removed. Raises as ``unlink`` does."""
         key = self.key(path)
         if key in self.fresh:
             self.fresh.discard(key)
@@ -209,7 +211,7 @@ class Overlay:
             self._note(key, None)
 
     def move(self, source: Any, target: Any) -> bool:
-        """Move a file in view. False where it is really to be moved. Raises as ``rename`` would."""
+        """Move a file in view; False if it must really be moved. Raises as ``rename`` does."""
         if self.is_outside(source) and self.is_outside(target):
             return False
         key = self.key(source)
@@ -231,7 +233,7 @@ class Overlay:
         return True
 
     def _move_folder(self, key: str, source: Any, target: Any) -> bool:
-        if key not in self.made:  # a person's: shutil.move goes on file by file from here
+        if key not in self.made:  # a user's folder: after this error shutil.move continues file by file
             raise OSError(errno.EXDEV, "a folder that was there before the trial stays where it is", source)
         self.made[self.made.index(key)] = new = self.key(target)
         self._list("folder", new)
@@ -239,7 +241,7 @@ class Overlay:
             self._note(new + known[len(key):], self.moved.pop(known))
         return False
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- cleanup --------------------------------------------------------------------------------------------
 
     def _list(self, kind: str, key: str) -> None:
         with self.looking(), open(self.list, "a", encoding="utf-8") as file:
@@ -247,7 +249,7 @@ class Overlay:
 
 
 def tidy(folder: str) -> None:
-    """Remove what a trial made in place: its fresh files, then its folders, innermost first, where they are empty."""
+    """Remove what a trial made in place: its fresh files, then its empty folders, innermost first."""
     try:
         with open(f"{folder}.list", encoding="utf-8") as file:
             lines = file.read().splitlines()

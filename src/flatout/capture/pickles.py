@@ -1,4 +1,4 @@
-"""Our hooks and wrappers live in the instances of root modules; a script that pickles or copies its model gets it without."""
+"""Keeps flatout's hooks and wrappers, which live in root modules, out of a script's pickles and copies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_for
 
 
 def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
-    """Filter the state that modules are pickled with: hooks bound to an ``owner`` and forwards marked ``flatout`` are left out.
+    """Filter the pickled state of modules: drop hooks bound to an ``owner``, and forwards marked ``flatout``.
 
-    ``__reduce_ex__`` and not ``__getstate__``, which many classes define for themselves.
+    It patches ``__reduce_ex__`` instead of ``__getstate__``, which many classes define themselves.
     """
     usual = torch.nn.Module.__reduce_ex__
 
@@ -29,7 +29,7 @@ def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
 
 def _without_ours(held: Any, owner: type) -> Any:
     if not isinstance(held, dict):
-        return held  # a class with __slots__ has a state of another form, and none of our hooks in it
+        return held  # the state of a class with __slots__ has another form, without flatout's hooks
     state = dict(held)
     if getattr(state.get("forward"), "flatout", False):
         del state["forward"]
@@ -37,7 +37,7 @@ def _without_ours(held: Any, owner: type) -> Any:
 
 
 def without_hooks(held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]:
-    """The state of a module without the hooks that are ours."""
+    """Return the state of a module without flatout's hooks."""
     state = dict(held)
     ours: set[int] = set()
     for name in HOOKS:

@@ -1,8 +1,9 @@
-"""Runs a program's own operators for shapes alone, and hears of every block of memory that they would take.
+"""Fake execution: runs a script's operators for shapes only, and reports their memory blocks.
 
-Below is torch's FakeTensorMode, which answers each operator with tensors that have shape, dtype and device and no memory. Above it lies a mode of ours:
-real tensors of the program (its parameters, its data) are stood in for by a twin each, so nothing is ever written into them; storages are counted as
-they come to be and go; and what a program asks of values is answered (known.py).
+The lower layer is torch's FakeTensorMode, which answers each operator with tensors that have shape, dtype and
+device, but no memory. The upper layer is a mode of flatout. It replaces real tensors of the script
+(parameters, data) by fake counterparts, so that nothing is written into them. It counts storages as they are
+created and freed. It answers queries for values (known.py).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.recurrent import by_layers, workspace_bytes
 from flatout.capture.workspaces import Workspaces
 
-Born = Callable[[int, bool], Any]  # (bytes, whether it is a real tensor's) -> what stands for the block
+Born = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
 Gone = Callable[[Any], None]
 
 
 class Pretending:
-    """``born`` hears of each block as it is taken and answers with what stands for it, which ``gone`` gets back.
+    """Runs operators without memory.
 
-    ``kernels_are_ours``: the program will run on this very machine, so what its kernels take for themselves can be had from them.
+    ``born`` gets each allocated block and returns a handle, which ``gone`` gets back.
+
+    ``kernels_are_ours``: the script will run on this machine, so the workspaces of its kernels can be
+    measured here.
     """
 
     def __init__(self, torch: Any, ledger: Ledger, born: Born, gone: Gone, device_type: str, kernels_are_ours: bool = True) -> None:
@@ -38,10 +42,11 @@ class Pretending:
         self.known = KnownValues(torch)
         self.workspaces = Workspaces(torch)
         self._blocks: dict[int, Any] = {}  # address of a storage, real or not -> its block
-        self._twins: dict[int, Any] = {}  # a real tensor's id -> its twin, while the tensor lives
-        self._kept: dict[int, Any] = {}  # address of a real storage -> a twin, so that the twin's storage stays the same one
+        self._twins: dict[int, Any] = {}  # id of a real tensor -> its counterpart, while the tensor lives
+        # address of a real storage -> a counterpart that keeps its fake storage alive
+        self._kept: dict[int, Any] = {}
 
-    # -- entering -------------------------------------------------------------------------------------------------------
+    # -- install --------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,17 +67,17 @@ class Pretending:
 
     @contextmanager
     def really(self) -> Iterator[None]:
-        """What is done inside is done."""
+        """Execute everything inside for real."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
             yield
 
-    # -- operators ------------------------------------------------------------------------------------------------------
+    # -- operators ------------------------------------------------------------------------------------------
 
     def _dispatched(self, function: Any, args: Any, kwargs: Any) -> Any:
         torch = self.torch
-        if function.namespace == "profiler":  # the beginning and the end of a record: no tensor
+        if function.namespace == "profiler":  # start and end of a profiler record: no tensor
             return function(*args, **kwargs)
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         leaves = [self._twin(leaf) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, self.fake_tensor) else leaf for leaf in leaves]
@@ -99,16 +104,19 @@ class Pretending:
         return made
 
     def learn_workspaces(self) -> None:
-        """Between two steps: from here on kernels are counted with what they take for themselves."""
+        """Count the workspaces of kernels from here on; call it between two steps."""
         with self.really():
             self.workspaces.learn()
 
     def _shaped(self, function: Any, leaves: list[Any], rebuild: Any, values: Any) -> Any:
-        """What an operator gives, without values. Raises what torch raises where shapes depend on values that nobody knows."""
+        """Return the result of an operator, without values.
+
+        Raises torch's error if shapes depend on unknown values.
+        """
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         if not function._schema.returns and function._schema.is_mutable:
-            return None  # it writes into what is there
+            return None  # it writes into existing tensors
         args, kwargs = rebuild(leaves)
         try:
             made = function(*args, **kwargs)
@@ -122,7 +130,7 @@ class Pretending:
             return self._everything_chosen(function, args, kwargs)
 
     def _everything_chosen(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """An upper bound: every element that could be chosen is."""
+        """Return an upper bound: every element that can be selected is selected."""
         torch, aten = self.torch, self.torch.ops.aten
         if function is aten.nonzero.default:
             return self._empty((args[0].numel(), args[0].dim()), torch.int64)
@@ -135,7 +143,7 @@ class Pretending:
                 indices += [self._empty((index.numel(),), torch.int64) for _ in range(index.dim())] if chooses else [index]
             with self.fake_mode:
                 return function(args[0], indices)
-        raise NotImplementedError(f"the shape that {function._schema.name} gives depends on values")
+        raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
 
     def _workspace(self, args: Any) -> Any:
         with self.really():
@@ -146,10 +154,10 @@ class Pretending:
         with self.fake_mode:
             return self.torch.empty(shape, dtype=dtype)
 
-    # -- storages -------------------------------------------------------------------------------------------------------
+    # -- storages -------------------------------------------------------------------------------------------
 
     def _twin(self, tensor: Any) -> Any:
-        """The stand-in of a real tensor, the same one for as long as that lives."""
+        """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
         twin = self._twins.get(id(tensor))
         if twin is None:
             with self.really():
@@ -164,17 +172,17 @@ class Pretending:
                 if place not in self._kept:
                     self._kept[place] = twin
                     weakref.finalize(tensor.untyped_storage(), self._kept.pop, place, None).atexit = False
-                self._enter(twin.untyped_storage(), None)  # counted already, as the real one
+                self._enter(twin.untyped_storage(), None)  # the real storage is counted already
         return twin
 
     def count_real(self, tensor: Any) -> Any:
-        """The block of a real tensor on the device; None where it has none there."""
+        """Return the block of a real tensor on the device; None if it has none there."""
         if tensor.device.type != self.device_type or tensor.layout != self.torch.strided:
             return None
         return self._count(tensor, real=True)
 
     def block_of(self, tensor: Any) -> Any:
-        """None where the tensor is real, or lies elsewhere."""
+        """Return the block of a fake tensor; None for a real tensor or another device."""
         return self._blocks.get(tensor.untyped_storage()._cdata) if isinstance(tensor, self.fake_tensor) and tensor.layout == self.torch.strided else None
 
     def _count(self, tensor: Any, real: bool) -> Any:
@@ -195,7 +203,7 @@ class Pretending:
         if block is not None:
             self.gone(block)
 
-    # -- what Python asks for -------------------------------------------------------------------------------------------
+    # -- queries from Python --------------------------------------------------------------------------------
 
     def _array(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self.really():

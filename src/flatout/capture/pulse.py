@@ -1,14 +1,14 @@
-"""Gives a program a pulse (`plan.pulse`): hooks that write a few numbers a step, and a signal that makes it write down its Python stack.
+"""Writes a heartbeat of the script (`plan.pulse`): a few numbers per step, and on a signal its Python stack.
 
     Optimizer post step hook        the count of steps
-    torch.autograd.backward         the count of backward passes; where a script has no optimizer object, of steps
-    a batch of a DataLoader         the count of batches; waiting for data is known
+    torch.autograd.backward         the count of backward passes; in a script without optimizer objects, of steps
+    a batch of a DataLoader         the count of batches; the wait for data is recorded
     DataLoader.__iter__             the numbers and processes of loader workers
-    Module.eval                     from here to the next backward pass the program evaluates
-    torch.save, torch.load          when there was a save, and whether the program has gone on from one
+    Module.eval                     from here to the next backward pass the script evaluates
+    torch.save, torch.load          when a checkpoint was saved, and whether the script has resumed from one
 
-No thread, no clock, and no Python code when the stack is asked for: faulthandler's own handler writes it, also while C code holds the interpreter.
-Forked children (loader workers) have a page and a stack of their own.
+It uses no thread and no clock. A request for the stack runs no Python code: faulthandler's handler writes it,
+even while C code holds the interpreter. Forked children (loader workers) have their own page and stack.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from flatout.plan.pulse import (
 )
 
 ON_NAN = "FLATOUT_ON_NAN"
-ASKS_FOR_STACK = 45 if sys.platform == "linux" else 0  # a real-time signal: the first ones are taken by threads, debuggers and profilers
-FIRST_DESCRIPTOR = 300  # scripts that count on the next free number being small find it so
-STEPPING = frozenset((TRAINING, OPENING, BETWEEN, IMPORTED))  # phases after which a batch is one to train on
-LOOK_EVERY = 20  # steps, on a device: reading a number waits for it
+# a real-time signal; threads, debuggers and profilers use the first ones
+ASKS_FOR_STACK = 45 if sys.platform == "linux" else 0
+FIRST_DESCRIPTOR = 300  # high, so that scripts get small descriptors as usual
+STEPPING = frozenset((TRAINING, OPENING, BETWEEN, IMPORTED))  # phases after which a batch is a training batch
+LOOK_EVERY = 20  # steps, on a device: reading a value synchronises
 _installed: Heart | None = None
 
 
 class Heart:
-    """``page`` is this process's; a fork gives the child another."""
+    """Writes the heartbeat. ``page`` belongs to this process; a forked child gets its own."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -81,22 +82,22 @@ class Heart:
         try:
             self._can_be_asked()
         except (OSError, ValueError, RuntimeError, AttributeError):
-            pass  # without descriptors left: then /proc has to say what it does
+            pass  # no descriptor left: the monitor must use /proc instead
 
     def _can_be_asked(self) -> None:
         if not ASKS_FOR_STACK or signal.getsignal(ASKS_FOR_STACK) is not signal.SIG_DFL:
-            return  # the program's own business
+            return  # the script handles this signal itself
         path = os.path.join(self.folder, f"stack.{os.getpid()}")
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             kept = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
-        except OSError:  # the limit of descriptors is lower
+        except OSError:  # the descriptor limit is lower
             kept = os.dup(handle)
         os.close(handle)
         faulthandler.register(ASKS_FOR_STACK, file=kept, all_threads=True, chain=False)
         self.words[STACK], self.words[SIGNAL] = kept, ASKS_FOR_STACK
 
-    # -- hooks --------------------------------------------------------------------------------------------------------------
+    # -- hooks ----------------------------------------------------------------------------------------------
 
     def _torch_is_there(self, torch: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -111,14 +112,15 @@ class Heart:
         ledger.set(torch.nn.Module, "eval", self._beat_before_eval(torch.nn.Module.eval))
         ledger.set(torch, "save", self._tell_of_save(torch.save))
         ledger.set(torch, "load", self._tell_of_load(torch.load))
-        atexit.register(self._beat, ENDING)  # what was registered before torch was imported runs later, and the end of torch's own objects
+        # handlers registered before torch's import, and torch's own cleanup, run later
+        atexit.register(self._beat, ENDING)
         self._beat(IMPORTED)
 
     def _beat(self, phase: int) -> None:
         self.words[PHASE] = phase
         self.words[BEATS] += 1
 
-    # These three run in every step, and each number costs: any that changes is a sign of life.
+    # These three run in every step, so each write costs time. Any changing number is a sign of life.
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         words = self.words
@@ -149,7 +151,7 @@ class Heart:
         def next_beats(iterator: Any) -> Any:
             words = self.words
             before = words[PHASE]
-            if before != OPENING:  # the first batch of an iterator has its workers to wait for
+            if before != OPENING:  # the first batch of an iterator waits for its workers
                 words[PHASE] = LOADING
             try:
                 batch = take(iterator)
@@ -218,7 +220,7 @@ class Heart:
         @wraps(load)
         def load_told(f: Any, *args: Any, **kwargs: Any) -> Any:
             result = load(f, *args, **kwargs)
-            try:  # data are older than the run; what was written since it began is a save
+            try:  # a data file is older than the run; a file written since is a checkpoint
                 name = f if isinstance(f, (str, os.PathLike)) else f.name
                 if os.stat(name).st_mtime_ns >= os.stat(os.path.join(self.folder, "begun")).st_mtime_ns:
                     pulse.went_on()
@@ -228,10 +230,13 @@ class Heart:
 
         return load_told
 
-    # -- losses -------------------------------------------------------------------------------------------------------------
+    # -- losses ---------------------------------------------------------------------------------------------
 
     def _look_at(self, losses: Any) -> None:
-        """Ends the program by SystemExit, which no ``except Exception`` keeps, where a loss is NaN or infinite; on a device, up to LOOK_EVERY steps later."""
+        """End the script if a loss is NaN or infinite; on a device, up to LOOK_EVERY steps later.
+
+        It raises SystemExit, which no ``except Exception`` catches.
+        """
         loss = losses if isinstance(losses, self.torch.Tensor) else losses[0] if losses else None
         if loss is None or loss.numel() != 1:
             return
@@ -248,7 +253,7 @@ class Heart:
 
 
 def install(folder: str) -> None:
-    """Called at the start of a Python process of a run that is watched over."""
+    """Install the heartbeat at the start of a Python process of a monitored run."""
     global _installed
     if _installed is None:
         _installed = Heart(folder)
@@ -256,7 +261,7 @@ def install(folder: str) -> None:
 
 
 def failed(error: BaseException) -> None:
-    """Tell of the exception that ends this process. Raises nothing."""
+    """Report the exception that ends this process. Raises nothing."""
     if _installed is None:
         return
     try:

@@ -1,7 +1,9 @@
-"""LSTMs on a CPU, which torch hands to oneDNN layer by layer where it has real tensors before it, and takes apart into steps where it has not.
+"""LSTMs in fake execution on a CPU, layer by layer as in oneDNN.
 
-Tensors without memory would be taken apart, which saves other things for the backward pass. So the layers are called here, in the same order as in
-``mkldnn_rnn`` (aten/src/ATen/native/mkldnn/RNN.cpp). What oneDNN keeps of a layer is a workspace whose size only oneDNN knows: a small layer is asked.
+Torch passes real tensors to oneDNN layer by layer, and decomposes the LSTM into steps otherwise. Tensors
+without memory would be decomposed, and the decomposition saves other tensors for the backward pass. So this
+module calls the layers in the same order as ``mkldnn_rnn`` (aten/src/ATen/native/mkldnn/RNN.cpp). What oneDNN
+keeps of a layer is a workspace of a size that only oneDNN knows, so a small layer is run to measure it.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-ASKED = 16  # steps and samples of the small layer; from there on the workspace grows with both
-LSTM = 2  # the mode's number (rnn_kind of ATen)
+ASKED = 16  # steps and samples of the small layer; beyond, the workspace grows linearly with both
+LSTM = 2  # number of the mode (rnn_kind in ATen)
 
 
 def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for ``torch._VF.lstm``. Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width)."""
+    """Replace ``torch._VF.lstm``.
+
+    Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width).
+    """
 
     def lstm(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
         if not isinstance(states, (list, tuple)) or not _goes_to_onednn(torch, input, states):
@@ -50,13 +55,13 @@ def _goes_to_onednn(torch: Any, input: Any, states: Any) -> bool:
 
 
 def workspace_bytes(torch: Any, args: Any) -> int:
-    """Of ``aten::mkldnn_rnn_layer`` with these arguments. Called with dispatch modes off."""
+    """Return the workspace size of ``aten::mkldnn_rnn_layer``. Call it with dispatch modes off."""
     input, weights, rest = args[0], args[1:5], args[7:]
     steps, samples = input.shape[:2]
     width = args[5].shape[-1]
     few_steps, few = min(ASKED, steps), min(ASKED, samples)
     tensors = [torch.zeros(few_steps, few, input.shape[2]), *(torch.zeros(tuple(weight.shape)) for weight in weights), torch.zeros(few, width),
                torch.zeros(few, width)]
-    with torch.enable_grad():  # without gradients oneDNN keeps nothing
+    with torch.enable_grad():  # oneDNN keeps nothing without gradients
         asked = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
     return int(asked * (steps * samples) / (few_steps * few))

@@ -1,4 +1,4 @@
-"""GradScalers: the loss before it was scaled, and the cycles whose optimizer step was left out."""
+"""Tracks GradScalers: the loss before scaling, and cycles whose optimizer step was skipped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Scalers:
 
     @property
     def enabled(self) -> list[Any]:
-        """GradScalers of the script that are switched on."""
+        """Return the enabled GradScalers of the script."""
         return [scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()]
 
     def without_scale(self, loss: Any) -> Any:
-        """The loss that was scaled to this one, or this one itself."""
+        """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
         known = self._unscaled.get(id(loss)) if self._unscaled else None
         return known[1] if known is not None and known[0]() is loss else loss
 
@@ -41,7 +41,7 @@ class Scalers:
         def step_heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             heard = scene.optimizer_events
             result = step(scaler, optimizer, *args, **kwargs)
-            # Infinite gradients: the optimizer was not called, but the cycle has come round all the same.
+            # With infinite gradients the optimizer was not called, but the cycle has ended all the same.
             if scaler.is_enabled() and scene.optimizer_events == heard and not scene.asleep:
                 scene.optimizer_left_out(optimizer)
             return result

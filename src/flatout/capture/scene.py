@@ -1,13 +1,13 @@
-"""The Scene: the live objects of a training script, found while it runs, and the events of its steps.
+"""The training context: the live objects of a running training script, and the events of its steps.
 
-Nothing here times, hashes or decides; a Listener does. What is installed, and what it costs:
+This module does not time, hash or decide; a Listener does. What is installed, and its cost:
 
-    Optimizer pre/post step hooks      torch's own global hooks, one call a step
-    torch.autograd.backward, grad      one wrapper a backward pass (Tensor.backward goes through it)
-    DataLoader.__init__                 one wrapper, to learn of loaders and let LOADER levers choose arguments
-    iterators of DataLoaders            one wrapper each time a loader is iterated over, to let LOADER levers make the batches
+    Optimizer pre/post step hooks      torch's own global hooks, one call per step
+    torch.autograd.backward, grad      one wrapper per backward pass (Tensor.backward calls it)
+    DataLoader.__init__                 one wrapper, to find loaders and let LOADER levers choose arguments
+    iterators of DataLoaders            one wrapper per iterator, to let LOADER levers make the batches
     global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
-    forward hooks on the root modules  only while a listener wants phases
+    forward hooks on the root modules  only while a listener needs phases
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flatout.capture.pickles import keep_out_of_pickles, without_hooks
 from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
 
-ROOTS_THAT_MAKE_SENSE = 16  # more root modules than this: the model is called in pieces
+ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model in pieces
 
 
 class Scene:
-    """Live objects are held weakly: attaching must not keep a model or a loader alive."""
+    """The live objects of a script, as weak references: attaching keeps no model or loader alive."""
 
     def __init__(self, torch: Any, listener: Listener, ledger: Ledger) -> None:
         self.torch = torch
@@ -47,23 +47,25 @@ class Scene:
         self.backwards_in_last_step = 0
         self.optimizer_events = 0
         self.closure_steps = False
-        self.autocast_seen = False  # around a forward pass that a backward pass came after, in the first step
+        self.autocast_seen = False  # in a forward pass of the first step that a backward pass followed
         self.anomaly_seen = False  # anomaly detection, in the last backward pass
         self.create_graph_seen = False
         self.compiled_by_script = False
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
-        self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
-        self.says: Callable[[str, str], None] | None = None  # where that goes at once
-        self.handed_on: Any = None  # where the programs of a search hand on the samples that they have kept
-        self.divided: Any = None  # what `data_parallel` has in place, for the levers that act through it
-        self.graph_passes: list[Any] = []  # what levers do to a graph before `compile` has it compiled
-        self.uncompiled: list[Any] = []  # modules that `compile` leaves out of its graphs, for what levers make of their outputs
+        self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
+        self.says: Callable[[str, str], None] | None = None  # prints such a message at once
+        self.handed_on: Any = None  # where the runs of a search pass on their cached samples
+        self.divided: Any = None  # the installed state of `data_parallel`, for levers that act through it
+        self.graph_passes: list[Any] = []  # graph passes of levers, before `compile` compiles the graph
+        # modules that `compile` excludes, because levers change their outputs
+        self.uncompiled: list[Any] = []
         self._loaders = Loaders(torch)
         self._scalers = Scalers(torch)
         self._pickles_guarded = False
         self._roots: dict[int, weakref.ref] = {}
-        self._under_autocast: dict[int, bool] = {}  # root -> its last forward pass, until a backward pass begins
+        # root -> whether its last forward pass was under autocast, until a backward pass
+        self._under_autocast: dict[int, bool] = {}
         self._losses: dict[int, weakref.ref] = {}
         self._optimizers = Optimizers(self.boundaries)
         self._depth = 0
@@ -76,11 +78,11 @@ class Scene:
         self._unseen = False
         self.then: Callable[[], None] | None = None
 
-    # -- what was found ---------------------------------------------------------------------------------------------
+    # -- recorded facts -------------------------------------------------------------------------------------
 
     @property
     def roots(self) -> list[Any]:
-        """Outermost modules with trainable parameters that were called with gradients on, in the order first seen."""
+        """Outermost trainable modules called with gradients enabled, in the order first seen."""
         return [root for ref in self._roots.values() if (root := ref()) is not None]
 
     @property
@@ -93,24 +95,24 @@ class Scene:
 
     @property
     def scalers(self) -> list[Any]:
-        """GradScalers of the script that are switched on."""
+        """The enabled GradScalers of the script."""
         return self._scalers.enabled
 
     @property
     def loaders(self) -> list[dict[str, Any]]:
-        """What each DataLoader was asked for by the script, and what it got."""
+        """The arguments that the script passed to each DataLoader, and those that it got."""
         return self._loaders.seen
 
     @property
     def parameters(self) -> list[Any]:
-        """Every trainable parameter: of the optimizers, else of the root modules. No parameter twice."""
+        """Every trainable parameter, without duplicates: of the optimizers, else of the root modules."""
         from_optimizers = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         found = from_optimizers or [p for root in self.roots for p in root.parameters()]
         return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
 
     @property
     def device(self) -> Any:
-        """That of the first parameter."""
+        """The device of the first parameter."""
         return next((p.device for p in self.parameters), self.torch.device("cpu"))
 
     @property
@@ -119,91 +121,94 @@ class Scene:
 
     @property
     def in_pieces(self) -> bool:
-        """The script calls parts of its model one by one, so there is no module whose forward is the whole."""
+        """Whether the script calls parts of its model separately, so that no forward is the whole model."""
         return len(self.roots) > ROOTS_THAT_MAKE_SENSE
 
     @staticmethod
     def without_ranks(root: Any) -> Any:
-        """The module inside a wrapper that averages gradients with other ranks: what may be called by one rank alone."""
+        """Return the module inside a wrapper that averages gradients: one rank alone can call it."""
         return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
     @property
     def ddp_modules(self) -> list[Any]:
-        """torch's DistributedDataParallel modules of the script that train: root modules, or inside of one."""
+        """The script's DistributedDataParallel modules that train: root modules, or inside of one."""
         found = {id(module): module for root in self.roots for module in root.modules() if type(module).__name__ == "DistributedDataParallel"}
         return [module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"]
 
     def has_layer(self, *names: str) -> bool:
-        """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do). torch.jit keeps the names."""
+        """Whether a root holds a layer whose class or base class has one of these names or prefixes.
+
+        torch.jit keeps the names.
+        """
         modules = [module for root in self.roots for module in root.modules()]
         kinds = {kind.__name__ for module in modules for kind in type(module).__mro__} | {str(getattr(module, "original_name", "")) for module in modules}
         return any(name.startswith(names) for name in kinds)
 
     def data_is_random(self) -> bool:
-        """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
+        """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         return self._loaders.data_is_random()
 
     def change_loaders(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]], ledger: Ledger) -> None:
-        """From now on DataLoaders are made with ``change(dataset, arguments)``, until the ledger is restored."""
+        """Make DataLoaders with ``change(dataset, arguments)`` from now on, until the ledger is restored."""
         rule = LoaderRule(change)
         self._loaders.rules.append(rule)
         ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
 
     def feed_loaders(self, rule: FeedRule, ledger: Ledger) -> None:
-        """From now on ``rule(loader, asked, feed)`` chooses how the batches of each iterator are made, until the ledger is restored."""
+        """Let ``rule(loader, asked, feed)`` choose how batches are made, until the ledger is restored."""
         ledger.call("feed rule", self._loaders.feed_by(rule))
 
     @property
     def training_loader(self) -> int | None:
-        """The place in ``loaders`` of the one that most backward passes were fed from; None where no batch was heard of before one."""
+        """The position in ``loaders`` of the loader that fed most backward passes, or None."""
         fed = self._loaders.fed
         return max(fed, key=fed.__getitem__) if fed else None
 
     @property
     def loaders_that_train(self) -> list[int]:
-        """The places in ``loaders`` of all that a backward pass was fed from."""
+        """The positions in ``loaders`` of all that fed a backward pass."""
         return sorted({self._loaders.first_like(number) for number in self._loaders.fed})
 
     @property
     def live_loaders(self) -> list[Any]:
-        """The DataLoaders themselves, in the order in which they were made."""
+        """The living DataLoaders, in creation order."""
         return list(self._loaders.alive)
 
     @property
     def training_loaders(self) -> list[Any]:
-        """Those of ``live_loaders`` that train, as far as is known: all of them where no backward pass was fed from any."""
+        """The loaders in ``live_loaders`` that train; all of them if no backward pass was fed from any."""
         train = self.loaders_that_train
         return [loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train]
 
     def number_of_loader(self, loader: Any) -> int | None:
-        """The place of a DataLoader in ``loaders``; None for one that was made before we came."""
+        """Return the position of a DataLoader in ``loaders``; None if it was made before flatout attached."""
         return self._loaders.number.get(loader)
 
     def first_loader_like(self, loader: Any) -> int | None:
-        """The place of the first DataLoader that was made like this one: itself, or that of an epoch before."""
+        """Return the position of the first DataLoader made like this one, e.g. in an earlier epoch."""
         return self._loaders.alike.get(loader)
 
     @staticmethod
     def way_of_loader(dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """What loaders have in common that are made alike."""
+        """Return a key that loaders made alike have in common."""
         return way_of(dataset, arguments)
 
     @staticmethod
     def samples_in(batch: Any, asked: int | None = None) -> int | None:
-        """How many samples a batch has; ``asked`` as many as its loader was made for. None where it cannot be told."""
+        """Return the number of samples in a batch, or None; ``asked``: the batch size of its loader."""
         return samples_in(batch, asked)
 
     @staticmethod
     def rows_of(batch: Any, samples: int, start: int, stop: int) -> Any:
-        """Some samples of a batch."""
+        """Return some samples of a batch."""
         return rows(batch, samples, start, stop)
 
-    without_hooks = staticmethod(without_hooks)  # for who must not import this room
+    without_hooks = staticmethod(without_hooks)  # for packages that must not import this one
     compiler_off = staticmethod(compiler_off)
     variables_of = staticmethod(variables_of)
 
     def without_scale(self, loss: Any) -> Any:
-        """The loss that a GradScaler has scaled to this one, or this one itself."""
+        """Return the unscaled loss of a loss that a GradScaler has scaled; other losses unchanged."""
         return self._scalers.without_scale(loss)
 
     def report(self, lever: str, sentence: str) -> None:
@@ -231,10 +236,10 @@ class Scene:
             "boundaries": "backward" if self.boundaries.by_backward else "optimizer",
         }
 
-    # -- entering ---------------------------------------------------------------------------------------------------
+    # -- install --------------------------------------------------------------------------------------------
 
     def introduce(self, roots: Iterable[Any], optimizers: Iterable[Any], loaders: Iterable[Any], losses: Iterable[Any] = ()) -> None:
-        """In the place of ``install``, for somebody who has these objects in hand: nothing is looked for, and no step is heard of."""
+        """Register known objects instead of ``install``: nothing is searched, and no step is observed."""
         self._roots = {id(root): weakref.ref(root) for root in roots}
         self._losses = {id(loss): weakref.ref(loss) for loss in losses}
         for optimizer in optimizers:
@@ -244,15 +249,18 @@ class Scene:
             self._loaders.meet(loader)
 
     def made_anew(self, loader: Any, ledger: Ledger) -> Any:
-        """This DataLoader as the rules would have made it: itself, where none has anything to say. Feeds act on it from here on."""
+        """Return this DataLoader rebuilt by the rules, or itself if no rule applies.
+
+        Feeds act on it from here on.
+        """
         return self._loaders.made_anew(loader, ledger)
 
     def first_step_done(self, backwards: int) -> None:
-        """For somebody who steps himself: levers may act."""
+        """Let levers act, for a caller that runs the steps itself."""
         self.steps, self.backwards, self.backwards_in_last_step = 1, backwards, backwards
 
     def install(self) -> None:
-        """Put the hooks in place. Called once, right after torch was imported."""
+        """Install the hooks. Called once, right after torch was imported."""
         torch, ledger = self.torch, self.ledger
         self._optimizers.hear(ledger, self)
         ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
@@ -267,17 +275,20 @@ class Scene:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        # A child that is forked once training has begun is a loader worker or a helper: it stays inert.
+        # A child that is forked during training is a loader worker or a helper, so it stays inactive.
         if self.steps or self.backwards:
             self.asleep = True
             self.listener = Listener()
 
     def listen_for(self, listener: Listener) -> None:
-        """From now on for this listener alone. A compiler does not see our hooks: it would trace what they do, and break its graphs there."""
+        """Send events only to this listener from now on.
+
+        A compiler must not see these hooks: it would trace them and break its graphs there.
+        """
         self.listener, self._unseen = Guarded(listener), True
         for root in self.roots:
             compiled = getattr(root, "_compiled_call_impl", None)
-            if compiled is not None:  # by module.compile(): hooks are inside what is compiled
+            if compiled is not None:  # compiled by module.compile(), which includes the hooks
                 self.ledger.set(root, "_compiled_call_impl", self._heard_from_outside(root, compiled))
 
     def _heard_from_outside(self, root: Any, compiled: Callable) -> Callable:
@@ -291,9 +302,9 @@ class Scene:
         return call
 
     def rest(self) -> None:
-        """Stop listening, for good: what stays costs two flag tests a step. Levers, and rules for loaders, stay.
+        """Stop listening for good; what stays costs two flag tests per step. Levers and loader rules stay.
 
-        The optimizer hooks are not removed: torch iterates over their dictionary while it calls us.
+        The optimizer hooks are not removed: torch iterates over their dictionary during this call.
         """
         self.asleep = True
         self.listener = Listener()
@@ -303,7 +314,7 @@ class Scene:
                 hook.remove()
         self._root_hooks.clear()
 
-    # -- root modules -----------------------------------------------------------------------------------------------
+    # -- root modules ---------------------------------------------------------------------------------------
 
     def _look_for_roots(self) -> None:
         modules = self.torch.nn.modules.module
@@ -311,14 +322,17 @@ class Scene:
             modules.register_module_forward_pre_hook(self._any_forward_begins),
             modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
         ]
-        # torch.compile would warn the person of hooks that are ours, and soon gone.
+        # torch.compile would warn the user of flatout's hooks, which are removed soon.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks", category=UserWarning)
         self._filter = warnings.filters[0]
         self.ledger.call("global forward hooks", self._stop_looking)
 
     @property
     def looks_for_roots(self) -> bool:
-        """While it does, hooks run around every module's forward; a compiler would trace them, and compile once more when they are gone."""
+        """Whether hooks run around every module's forward.
+
+        A compiler would trace them, and recompile when they are gone.
+        """
         return bool(self._discovery)
 
     def _stop_looking(self) -> None:
@@ -326,7 +340,8 @@ class Scene:
             hook.remove()
         self._discovery = []
         if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]  # a list; typeshed shows it as a sequence
+            # a list; typeshed declares a sequence
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
     def _any_forward_begins(self, module: Any, args: tuple) -> None:
         self._depth += 1
@@ -337,7 +352,7 @@ class Scene:
         if known is not None and known() is module:
             return
         if self._in_backward and any(module is part for root in self.roots for part in root.modules()):
-            return  # a checkpoint computes it again
+            return  # recomputed by activation checkpointing
         if not any(p.requires_grad for p in module.parameters()):
             if isinstance(module, self.torch.nn.modules.loss._Loss):
                 self._losses[key] = weakref.ref(module)
@@ -350,7 +365,7 @@ class Scene:
                 hooked.register_forward_hook(module, self._root_ends),
             ]
             self._keep_out_of_pickles()
-            self._root_begins(module, args, {})  # this very call has passed its own pre-hooks already
+            self._root_begins(module, args, {})  # this call has run its own pre-hooks already
 
     def _any_forward_ends(self, module: Any, args: tuple, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -369,7 +384,7 @@ class Scene:
         self._do_then()
 
     def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
-        if self._unseen:  # nobody waits for the end of a forward pass
+        if self._unseen:  # the end of a forward pass is not needed
             return
         if not self.asleep and self.torch.is_grad_enabled():
             self.listener.forward_end(module, output)
@@ -379,14 +394,15 @@ class Scene:
             self._pickles_guarded = True
             keep_out_of_pickles(self.torch, self.ledger, Scene)
 
-    # -- backward ---------------------------------------------------------------------------------------------------
+    # -- backward -------------------------------------------------------------------------------------------
 
     def _wrap_backward(self, backward: Callable) -> Callable:
         scene = self
 
         @wraps(backward)
         def backward_heard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if scene.asleep or scene._in_backward:  # a reentrant checkpoint calls backward inside a backward pass
+            # reentrant checkpointing calls backward inside a backward pass
+            if scene.asleep or scene._in_backward:
                 return backward(tensors, *args, **kwargs)
             if scene.boundaries.forward_or_backward_begins():
                 scene._step_ended()
@@ -411,7 +427,7 @@ class Scene:
         return backward_heard
 
     def _note_autocast(self) -> None:
-        """Forward passes of an evaluation do not count: another one of the same root comes before the backward pass."""
+        """Ignore forward passes of an evaluation: the same root runs again before the backward pass."""
         self.autocast_seen |= any(self._under_autocast.values())
         self._under_autocast.clear()
 
@@ -440,7 +456,7 @@ class Scene:
 
         return init_heard
 
-    # -- optimizers, and the ends of steps --------------------------------------------------------------------------
+    # -- optimizers and step boundaries ---------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any) -> None:
         self.listener.optimizer_begin(optimizer)
@@ -455,18 +471,18 @@ class Scene:
             self._step_ended()
 
     def optimizer_left_out(self, optimizer: Any) -> None:
-        """A GradScaler found infinite gradients and did not call the optimizer; the cycle has ended all the same."""
+        """End the cycle when a GradScaler found infinite gradients and did not call the optimizer."""
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
 
     def _step_ended(self) -> None:
         if not self.steps and self.torch.utils.data.get_worker_info() is not None:
-            self.asleep = True  # a loader worker that computes gradients of its own
+            self.asleep = True  # a loader worker that computes its own gradients
             return
         self.steps += 1
         self.backwards_in_last_step = self.backwards - self._backwards_at_step
         self._backwards_at_step = self.backwards
-        if self.steps <= 2:  # not as a root is found: its compiler would trace the question
+        if self.steps <= 2:  # not when a root is found: its compiler would trace the check
             self.compiled_by_script |= any(map(is_compiled, self.roots))
         if self.steps == 2 and self._discovery:
             self._stop_looking()
@@ -474,17 +490,21 @@ class Scene:
         self.listener.step_end()
 
     def _do_then(self) -> None:
-        """What a listener wants done once, when all have heard: what that raises reaches the program, as the exception of a signal handler does."""
+        """Run a listener's deferred action once, after all listeners.
+
+        Its exceptions reach the script, like those of a signal handler.
+        """
         if self.then is not None:
             then, self.then = self.then, None
             then()
 
-    # -- wrapping a root's forward ----------------------------------------------------------------------------------
+    # -- wrapping the forward of a root module --------------------------------------------------------------
 
     def wrap_forward(self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger) -> Callable[[], None]:
-        """Replace ``root.forward`` by ``wrapper(root.forward)`` in the instance; names, type and state_dict stay.
+        """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.
 
-        The wrapper sees training and evaluation alike. Returns what takes it off again (it must be the outermost then).
+        The wrapper runs in training and evaluation. Returns a function that removes it (it must be the
+        outermost then).
         """
         self._keep_out_of_pickles()
         wrapped = wrapper(root.forward)
@@ -495,5 +515,5 @@ class Scene:
 
 
 def _creates_graph(args: tuple, kwargs: dict) -> bool:
-    """Whether a call of ``backward`` or ``grad`` wants to differentiate again; Tensor.backward passes it by position."""
+    """Whether a call of ``backward`` or ``grad`` creates a graph; Tensor.backward passes it by position."""
     return bool(kwargs.get("create_graph", len(args) > 2 and args[2]))

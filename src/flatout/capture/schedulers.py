@@ -1,4 +1,4 @@
-"""Learning rate schedulers, learned of as they are made: nothing else leads to them."""
+"""Finds learning rate schedulers as they are made: no other object leads to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-MAKE_THEMSELVES = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")  # torch 2.11 to 2.14: without the initialiser of their base
+# torch 2.11 to 2.14: they do not call the initialiser of their base
+MAKE_THEMSELVES = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 
 
 class Schedulers:
@@ -22,7 +23,7 @@ class Schedulers:
 
     @property
     def outermost(self) -> list[Any]:
-        """Those that are alive, in the order in which they were made, without those that another one drives."""
+        """Return living schedulers in creation order, without those that another one drives."""
         alive = [scheduler for ref in list(self._seen.values()) if (scheduler := ref()) is not None]
         driven = {id(inner) for scheduler in alive for inner in getattr(scheduler, "_schedulers", ())}
         return [scheduler for scheduler in alive if id(scheduler) not in driven]

@@ -1,9 +1,9 @@
-"""Keeps a trial from leaving anything behind: what the script writes lands in the trial's folder instead.
+"""File sandbox of a trial: what the script writes goes into the trial's folder.
 
-The functions through which Python writes, moves, removes and looks at files ask an Overlay first, so the script reads
-back what it wrote and does not find what it removed. Not reached: files that a C library opens by itself (except through
-``torch.save`` and ``torch.jit.save``), a reference to ``open`` that a library took before torch was imported, and the
-listing of a folder, which shows what was there.
+The functions with which Python writes, moves, removes and inspects files ask an Overlay first. So the script
+reads back what it wrote and does not find what it removed. Three cases are not covered: files that a C
+library opens itself (except through ``torch.save`` and ``torch.jit.save``); a reference to ``open`` that a
+library took before torch was imported; and folder listings, which show the original content.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shelter:
         self._wrap(os, "link", lambda really, src, dst, **kwargs: really(self.overlay.reading(src), self.overlay.writing(dst, "x"), **kwargs))
 
     def leave(self) -> None:
-        """Remove the folders that the script made and that stayed empty, and its temporary files."""
+        """Remove the empty folders that the script made, and its temporary files."""
         tidy(self.folder)
 
     def _wrap(self, owner: Any, name: str, does: Callable) -> None:
@@ -63,14 +63,14 @@ class Shelter:
             return does(really, *args, **kwargs)
 
         self.ledger.set(owner, name, sheltered)
-        # Libraries ask which functions take a descriptor of a folder by looking these up.
+        # Libraries look these functions up to learn which ones accept a folder descriptor.
         for group in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
             members = getattr(os, group)
             if really in members:
                 members.add(sheltered)
                 self.ledger.call(f"os.{group}", partial(members.discard, sheltered))
 
-    # -- opening ----------------------------------------------------------------------------------------------------
+    # -- opening --------------------------------------------------------------------------------------------
 
     def _install_open(self) -> None:
         overlay = self.overlay
@@ -81,7 +81,8 @@ class Shelter:
         def open_low(really: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is not None or not flags & WRITES:
                 return really(self._seen(path, kwargs), flags, *args, **kwargs)
-            if flags & os.O_CREAT and flags & os.O_EXCL:  # how temporary files are made, under a name that nobody has
+            # temporary files are made like this, under a fresh name
+            if flags & os.O_CREAT and flags & os.O_EXCL:
                 handle = really(path, flags, *args, **kwargs)
                 if not overlay.is_outside(path):
                     overlay.create(path)
@@ -99,7 +100,7 @@ class Shelter:
                 self._wrap(owner, "save", lambda really, obj, f, *args, **kwargs: really(obj, overlay.writing(f, "w"), *args, **kwargs))
                 self._wrap(owner, "load", lambda really, f, *args, **kwargs: really(overlay.reading(f), *args, **kwargs))
 
-    # -- looking and changing ---------------------------------------------------------------------------------------
+    # -- inspecting and changing ----------------------------------------------------------------------------
 
     def _seen(self, path: Any, kwargs: dict) -> Any:
         return path if kwargs.get("dir_fd") is not None else self.overlay.reading(path)
@@ -115,7 +116,7 @@ class Shelter:
         if where is not None:
             really(where, *args, **kwargs)
 
-    # -- moving and removing ----------------------------------------------------------------------------------------
+    # -- moving and removing --------------------------------------------------------------------------------
 
     def _move(self, really: Any, src: Any, dst: Any, **kwargs: Any) -> None:
         if not self.overlay.move(_at(src, kwargs.get("src_dir_fd")), _at(dst, kwargs.get("dst_dir_fd"))):
@@ -123,7 +124,8 @@ class Shelter:
 
     def _remove(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
         full = _at(path, dir_fd)
-        # A listing still shows what the script has removed before: with a folder's descriptor it is walking through one.
+        # A listing still shows what the script removed earlier; with a folder descriptor, the script is
+        # walking such a listing.
         if self.overlay.is_outside(full) or not self.overlay.remove(full, quiet=dir_fd is not None):
             really(path, dir_fd=dir_fd)
 
@@ -140,11 +142,11 @@ class Shelter:
 
     def _symlink(self, really: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         where = self.overlay.writing(dst, "x")
-        if where is not dst:  # it lies elsewhere now, so it points from the root
+        if where is not dst:  # the link lies elsewhere, so make its target absolute
             src = self.overlay.reading(os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(dst))), os.fsdecode(src)))
         really(src, where, *args, **kwargs)
 
 
 def _at(path: Any, folder: int | None) -> Any:
-    """The full path of a name below an open folder."""
+    """Return the full path of a name below an open folder."""
     return path if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))

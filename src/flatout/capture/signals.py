@@ -1,7 +1,8 @@
-"""Signals that end a program or announce its end, heard before what the program does with them.
+"""Observes signals that end a script or announce its end, before the script handles them.
 
-Our handler stands in front of the program's own. The program is answered by ``signal.getsignal`` and ``signal.signal`` as if ours were not there, and what it
-ignores stays ignored. Children that are forked have the program's handlers again.
+Flatout's handler runs before the script's own. ``signal.getsignal`` and ``signal.signal`` answer the script
+as if flatout's handler did not exist, and ignored signals stay ignored. Forked children get the script's
+handlers back.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", 
 
 
 class Signals:
-    """``before(number)`` is called in the main thread, between two instructions of the program. It answers whether the program gets the signal now; else
-    somebody calls ``pass_on`` later."""
+    """Installs signal handlers.
+
+    ``before(number)`` is called in the main thread, between two instructions of the script. It returns
+    whether the script gets the signal now; otherwise ``pass_on`` must be called later.
+    """
 
     def __init__(self, before: Callable[[int], bool]) -> None:
         self.before = before
         self.pid = os.getpid()
-        self._theirs: dict[int, Any] = {}  # what the program does with each; empty: nothing is heard
-        self._beneath: dict[int, Any] = {}  # what it did before it changed that without our knowledge
+        self._theirs: dict[int, Any] = {}  # the script's handler of each; empty: not installed
+        self._beneath: dict[int, Any] = {}  # its handler before an unobserved change
         self._passing: set[int] = set()
         self._set, self._get = signal.signal, signal.getsignal
 
     def install(self, ledger: Ledger) -> bool:
-        """Whether signals are heard from now on: only the main thread can arrange for it."""
+        """Install the handlers; return whether this succeeded: only the main thread can do it."""
         if threading.current_thread() is not threading.main_thread():
             return False
         self._set, self._get = signal.signal, signal.getsignal
@@ -47,7 +51,10 @@ class Signals:
         return True
 
     def leave(self) -> None:
-        """The program's own handlers again, as it has set them. Elsewhere than in the main thread nothing can be set, and ours passes on as before."""
+        """Restore the script's handlers.
+
+        Outside the main thread this is impossible, and signals are passed on as before.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         theirs, self._theirs = self._theirs, {}
@@ -56,7 +63,7 @@ class Signals:
                 self._set(number, handler)
 
     def look_again(self) -> None:
-        """A program that has imported ``signal.signal`` by name before torch changes handlers unheard."""
+        """Check the handlers again: a script that imported ``signal.signal`` early sets them unobserved."""
         if threading.current_thread() is threading.main_thread():
             for number, known in list(self._theirs.items()):
                 now = self._get(number)
@@ -65,7 +72,7 @@ class Signals:
                     self._stand_before(number)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """What the program does with this signal; may not return, and may raise."""
+        """Run the script's reaction to this signal; it may not return, and may raise."""
         handler = self._handler(number)
         if callable(handler):
             self._passing.add(number)
@@ -82,11 +89,11 @@ class Signals:
 
     def _stand_before(self, number: int) -> None:
         handler = self._theirs[number]
-        if callable(handler) or handler == signal.SIG_DFL:  # not what is ignored, nor what C code has set
+        if callable(handler) or handler == signal.SIG_DFL:  # neither ignored signals nor handlers of C code
             self._set(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        by_the_program = sys._getframe(1) is not frame  # a handler of the program's calls what it has found beneath
+        by_the_program = sys._getframe(1) is not frame  # the script's handler calls the one it replaced
         if number not in self._passing and os.getpid() == self.pid and not self.before(number):
             return
         if by_the_program and not callable(self._handler(number)):

@@ -1,7 +1,7 @@
-"""From torchrun's words to ours: a program that flatout divides believes to be alone.
+"""Translates torchrun's environment variables: a script that flatout parallelises must see a single process.
 
-Where torchrun's agent has started it, what the agent sets (RANK, MASTER_ADDR, TORCHELASTIC_*) is
-therefore translated into these words and taken out of the environment, before the program's first line.
+If torchrun's agent started the process, the agent's variables (RANK, MASTER_ADDR, TORCHELASTIC_*) are
+translated into flatout's own and removed from the environment, before the first line of the script.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from collections.abc import MutableMapping
 
 from flatout.plan.standing import Standing
 
-# What an elastic agent sets in each worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.11-2.14), and what only its library
-# reads. TORCH_NCCL_ASYNC_ERROR_HANDLING stays: it is torch's own default, and a group of ours wants it, too.
+# Variables that an elastic agent sets in each worker
+# (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.11-2.14), or that only its library
+# reads. TORCH_NCCL_ASYNC_ERROR_HANDLING stays: it is torch's default, and flatout's process groups need it,
+# too.
 OF_THE_AGENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
                 "MASTER_ADDR", "MASTER_PORT")
 PREFIX = "TORCHELASTIC_"
 
 
 def from_torchrun(environment: MutableMapping[str, str], one_device: bool = False) -> Standing | None:
-    """Translate what torchrun's agent has set, in place. None, and nothing is touched, where this is not a process of an agent.
+    """Translate the variables of torchrun's agent, in place.
 
-    ``one_device`` leaves each rank one of the visible CUDA devices, which it knows as device 0.
-    Raises ValueError where there are fewer devices than ranks, or the agent serves no store that the ranks could meet at.
+    Outside an agent, return None and change nothing.
+
+    ``one_device`` leaves each rank one of the visible CUDA devices, which it sees as device 0. Raises
+    ValueError if there are fewer devices than ranks, or if the agent provides no store for the rendezvous of
+    the ranks.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or "RANK" not in environment:
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise ValueError("this torchrun agent serves no store for its ranks (static rendezvous, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). "
-                         "Start the ranks with `flatout run --nodes ...`, or leave the variable away")
+        raise ValueError("this torchrun agent provides no store for its ranks (static rendezvous, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). "
+                         "Start the ranks with `flatout run --nodes ...`, or unset the variable")
     host = environment["MASTER_ADDR"]
     told = Standing(int(environment["RANK"]), int(environment["LOCAL_RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"]),
                     f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}")
@@ -43,7 +48,10 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
 
 
 def own_device(visible: str | None, local_rank: int) -> str:
-    """The entry of CUDA_VISIBLE_DEVICES for one rank of a machine: a number, or a UUID that was given. Raises ValueError where there is none left."""
+    """Return the CUDA_VISIBLE_DEVICES entry of one rank of a machine: a number or UUID.
+
+    Raises ValueError if none is left.
+    """
     if visible is None:
         return str(local_rank)
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
@@ -54,9 +62,10 @@ def own_device(visible: str | None, local_rank: int) -> str:
 
 
 def enter(environment: MutableMapping[str, str]) -> Standing | None:
-    """What a process of a divided program does before anything else: it becomes its rank, or nothing happens where it is none of an agent's.
+    """Turn a process of a parallelised script into its rank; a process without an agent stays as it is.
 
-    All but rank 0 write into a file of FLATOUT_GANG, the agent's folder: each line of the program would otherwise be there once a rank.
+    All ranks except rank 0 write their output to a file in FLATOUT_GANG, the agent's folder. Otherwise each
+    output line of the script would appear once per rank.
     """
     told = from_torchrun(environment, environment.get("FLATOUT_DIVIDED") == "gpus")
     if told is None:
@@ -64,7 +73,7 @@ def enter(environment: MutableMapping[str, str]) -> Standing | None:
     agent = environment.get("FLATOUT_LAUNCHER")
     if agent == str(os.getppid()):
         die_with_parent()
-        if os.getppid() != int(agent):  # it was already over
+        if os.getppid() != int(agent):  # the agent has ended already
             os._exit(128 + signal.SIGKILL)
     folder = environment.get("FLATOUT_GANG")
     if told.rank and folder:
@@ -76,8 +85,11 @@ def enter(environment: MutableMapping[str, str]) -> Standing | None:
 
 
 def die_with_parent() -> None:
-    """This process is ended when its parent is. SIGKILL of torchrun leaves every worker running (measured with torch 2.14), and ranks and loader workers
-    of a trial that is killed while it is stopped would stay for ever (prctl(2), PR_SET_PDEATHSIG)."""
+    """End this process when its parent ends (prctl(2), PR_SET_PDEATHSIG).
+
+    SIGKILL of torchrun leaves every worker running (measured with torch 2.14). Ranks and loader workers of a
+    trial that is killed while it is stopped would run for ever.
+    """
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     except (OSError, AttributeError):  # not Linux

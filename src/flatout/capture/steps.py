@@ -1,21 +1,22 @@
-"""Where a step ends, from nothing but the order in which optimizers step and losses go backward.
+"""Detects where a step ends, from the order of optimizer steps and backward passes only.
 
-A step is one optimizer cycle. With one optimizer it ends when that optimizer has stepped; with several (a GAN, one
-optimizer a layer, a critic that steps five times) it ends with the *anchor*, the one that comes last in the cycle.
-Without an optimizer object a step ends where the next forward or backward pass begins after a backward pass.
+A step is one optimizer cycle. With one optimizer it ends when that optimizer has stepped. With several (a
+GAN, one optimizer per layer, a critic that steps five times) it ends with the *anchor*, the last optimizer of
+the cycle. Without an optimizer object it ends where the next forward or backward pass begins after a backward
+pass.
 """
 
 from __future__ import annotations
 
-PATIENCE = 64  # events without a sign of the expected optimizer before the rhythm is learned anew
+PATIENCE = 64  # events without the expected optimizer, before the cycle is learned again
 
 
 class StepBoundaries:
-    """Feed it events; it answers whether a step has just ended. Keys are any hashable identity of an optimizer."""
+    """Takes events and returns whether a step has just ended; any hashable identifies an optimizer."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()  # constructed
-        self._first_seen: list[int] = []  # in the order of their first step
+        self._first_seen: list[int] = []  # in the order of their first steps
         self._anchor: int | None = None
         self._since_anchor = 0
         self._repeats = 0
@@ -25,17 +26,17 @@ class StepBoundaries:
 
     @property
     def optimizer_seen(self) -> bool:
-        """An optimizer object has stepped: backward passes say nothing about steps any more."""
+        """Whether an optimizer object has stepped; then backward passes no longer mark steps."""
         return self._stepped
 
     @property
     def by_backward(self) -> bool:
-        """No optimizer object steps here: boundaries come from the backward passes."""
+        """Whether no optimizer object steps, so that backward passes mark the steps."""
         return not self._stepped and (not self._known or self._lonely_backwards >= PATIENCE)
 
     @property
     def pending(self) -> bool:
-        """A backward pass has ended, and no step since."""
+        """Whether a backward pass has ended without a step since."""
         return self._pending_backward
 
     def optimizer_made(self, key: int) -> None:
@@ -43,7 +44,7 @@ class StepBoundaries:
 
     def optimizer_gone(self, key: int) -> None:
         self._known.discard(key)
-        if key == self._anchor:  # a script that makes a new optimizer each epoch: the next cycle shows the new anchor
+        if key == self._anchor:  # e.g. a new optimizer each epoch: the next cycle shows the new anchor
             self._first_seen, self._anchor, self._since_anchor = [], None, 0
 
     def optimizer_stepped(self, key: int) -> bool:
@@ -54,9 +55,10 @@ class StepBoundaries:
                 self._since_anchor = 0
                 return True
             self._since_anchor += 1
-            if self._since_anchor < max(PATIENCE, 2 * len(self._known)):  # one optimizer a parameter: hundreds in a cycle
+            # with one optimizer per parameter, a cycle has hundreds
+            if self._since_anchor < max(PATIENCE, 2 * len(self._known)):
                 return False
-            # The anchor has left the rhythm (a second phase with its own optimizer).
+            # The anchor no longer steps (a second phase with its own optimizer).
             self._known, self._first_seen, self._anchor, self._since_anchor = {key}, [], None, 0
         if key not in self._first_seen:
             self._first_seen.append(key)
@@ -73,7 +75,7 @@ class StepBoundaries:
         self._pending_backward = True
 
     def forward_or_backward_begins(self) -> bool:
-        """True when a step that was waiting for its end has ended here (only without optimizer objects)."""
+        """Return True if a pending step has ended here (only without optimizer objects)."""
         if not self._pending_backward or self._stepped:
             return False
         self._pending_backward = False

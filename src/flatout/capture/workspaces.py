@@ -1,7 +1,9 @@
-"""What convolutions take for themselves while they run on a CPU: oneDNN reorders tensors and sums gradients of weights thread by thread.
+"""Measures the workspaces of convolutions on a CPU.
 
-No shape tells how much; the library decides. So each convolution that a step has is really run with two and with four samples, all of them in one
-recording of the allocator, and what it took beyond its results is a straight line in the number of samples (one sample is treated otherwise).
+OneDNN reorders tensors and sums weight gradients per thread. It decides how much memory that takes; no shape
+tells it. So each convolution of a step is really run with two and with four samples, all in one allocator
+recording. The memory beyond its results is linear in the number of samples (a single sample is handled
+differently).
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ MARK = "flatout: workspace "
 
 
 class Workspaces:
-    """``of`` a call answers with bytes, as far as they have been learnt; ``learn`` runs what was asked for and not known."""
+    """Workspace sizes.
+
+    ``of`` returns the bytes of a call, if known; ``learn`` runs the calls that were unknown.
+    """
 
     def __init__(self, torch: Any) -> None:
         aten = torch.ops.aten
         self.torch = torch
-        self._samples_at = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}  # the arguments that have a sample a row
-        self._lines: dict[Any, tuple[float, float]] = {}  # call -> bytes of no sample, bytes a sample
+        # the arguments with one sample per row
+        self._samples_at = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+        self._lines: dict[Any, tuple[float, float]] = {}  # call -> constant bytes, bytes per sample
         self._asked: dict[Any, tuple[Any, list[Any]]] = {}
 
     def of(self, function: Any, args: Any) -> int:
@@ -40,14 +46,17 @@ class Workspaces:
         return self._described(arg, has_samples) if isinstance(arg, self.torch.Tensor) else tuple(arg) if isinstance(arg, list) else arg
 
     def _described(self, arg: Any, has_samples: bool) -> Any:
-        """A tensor as (shape without samples, whether it has some, dtype, whether channels come last); anything else as it is."""
+        """Describe a tensor as (shape without samples, has samples, dtype, channels last)."""
         if not isinstance(arg, self.torch.Tensor):
             return arg
         last = arg.dim() == 4 and not arg.is_contiguous() and arg.is_contiguous(memory_format=self.torch.channels_last)
         return _Described(tuple(arg.shape[1:] if has_samples else arg.shape), has_samples, arg.dtype, last)
 
     def learn(self) -> None:
-        """Called with dispatch modes off. The random state is not touched: all is zero."""
+        """Run the unknown calls; call it with dispatch modes off.
+
+        The random state is unchanged: all inputs are zero.
+        """
         if not self._asked:
             return
         torch, asked = self.torch, list(self._asked.items())
@@ -80,7 +89,7 @@ class _Described(tuple):
 
 
 def _taken(events: Any) -> Iterator[tuple[tuple[int, int], int]]:
-    """(number of the call, samples) and the bytes that it took beyond its results, from a recording."""
+    """Yield (number of the call, samples) and the bytes that it took beyond its results, from a recording."""
     spans, changes = [], []
     for event in events:
         if event.name() == "[memory]":

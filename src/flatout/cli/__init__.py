@@ -1,1 +1,1 @@
-"""Room 5: the only room that prints or exits; one command a file."""
+"""The command line. Only this package prints or exits; each command has its own file."""

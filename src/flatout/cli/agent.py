@@ -1,7 +1,7 @@
-"""The agent of one node: started by `flatout run --nodes`, by Slurm's srun or in a pod; not a command of its own.
+"""The agent of one node. `flatout run --nodes`, Slurm's srun or a pod starts it; it is not a command.
 
-torch's elastic agent in this process, at a rendezvous of ours. It says where the nodes meet, which rank failed first on this node and why it
-leaves, and its exit code is that rank's.
+It runs torch's elastic agent in this process, with a rendezvous of our own. It reports the address of the
+rendezvous, the rank that failed first on this node, and why the agent exits. Its exit code is that rank's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flatout.launch.nodes import Endpoint, Nodes
 from flatout.launch.rendezvous import Rounds, claimed, client, reached_from_elsewhere, register, served, wait_for
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
 
-LINES = 30  # of the output of a rank that nobody saw
-GRACE_S = 10.0  # for the ranks of a node that is cut off, after SIGTERM
+LINES = 30  # shown from the end of a rank's log
+GRACE_S = 10.0  # for the ranks of a disconnected node, after SIGTERM
 
 
 def main() -> int:
@@ -62,30 +62,30 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
     try:
         _launch(torchrun_words(nodes, at, own, command), at)
     except ProgramFailed as error:
-        if beats[0].ended_round:  # by this agent, and nothing of the program's own
+        if beats[0].ended_round:  # this agent ended it, not the program
             return NodesApart.exit_code
         _say(_with_output(error, folder))
         return error.exit_code
     finally:
         if "FLATOUT_JOB" in os.environ and beats and not beats[0].rounds.has_rank_0:
-            speaks_first(os.environ["FLATOUT_JOB"])  # what was applied is said on the node of rank 0; this process has no step of its own to speak of
+            speaks_first(os.environ["FLATOUT_JOB"])  # the node of rank 0 reports what was applied
     beats[0].finish()
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
 def _divide(nodes: Nodes, folder: Path) -> None:
-    """The environment from which each process of the program becomes its rank, and learns of no other launcher."""
+    """Set the environment that makes each process a rank, without the variables of other launchers."""
     for name in of_other_launchers(os.environ):
         del os.environ[name]
-    # A rank that fails rings a bell there, which nobody listens to: torch's agent waits for the process's end. Its words are kept beside.
+    # A failing rank writes to this file. Nothing reads it here: torch's agent waits for the process to exit.
     (folder / "bell").touch()
     os.environ.update({"FLATOUT_DIVIDED": "gpus" if nodes.gpus else "procs", "FLATOUT_GANG": str(folder), "FLATOUT_TOLD": str(folder / "told"),
                        "FLATOUT_FIRST": ""})
 
 
 def _serve(host: str) -> int:
-    """A rendezvous and nothing else, for a batch script: prints HOST:PORT, and serves until the script that started it has ended."""
+    """Serve only a rendezvous, for a batch script: print HOST:PORT, and serve until that script ends."""
     end_with_parent()
     here = reached_from_elsewhere(host)
     listening = claimed(Endpoint(here, 0), 0, several=True)
@@ -104,12 +104,14 @@ def _serve(host: str) -> int:
 def _greeting(nodes: Nodes, at: Endpoint, serves: bool) -> str:
     many = f"{nodes.most} nodes" if nodes.fewest == nodes.most else f"{nodes.fewest} to {nodes.most} nodes"
     where = f"this node serves the rendezvous at {at}" if serves else f"the rendezvous is at {at}"
-    return (f"{many} of {nodes.procs} {'rank' if nodes.procs == 1 else 'ranks'}; {where}. It has no authentication, and who reaches it can run code here: "
-            "keep it inside a private network")
+    return (f"{many} of {nodes.procs} {'rank' if nodes.procs == 1 else 'ranks'}; {where}. It has no authentication: anyone who can reach it can run code here. "
+            "Keep it inside a private network")
 
 
 def _launch(words: list[str], at: Endpoint) -> None:
-    """Runs until the ranks of this node are done. Raises ProgramFailed for a rank's failure, NodesApart for the rendezvous's."""
+    """Run the ranks of this node until they are done.
+
+    Raises ProgramFailed if a rank fails, NodesApart if the rendezvous fails."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,36 +126,40 @@ def _launch(words: list[str], at: Endpoint) -> None:
     except SignalException as ended:
         raise ProgramFailed(f"ended by {ended.sigval.name}", -int(ended.sigval)) from None
     except RendezvousTimeoutError:
-        raise NodesApart(f"not enough nodes came to {at} in time. Start the others with the very same command, or allow fewer: --nodes 1:4.") from None
+        raise NodesApart(f"not enough nodes joined {at} in time. Start the others with the same command, or allow fewer: --nodes 1:4.") from None
     except RendezvousClosedError:
-        raise NodesApart(f"the job at {at} is over, and takes no node any more. Start all nodes again.") from None
+        raise NodesApart(f"the job at {at} is over and accepts no more nodes. Start all nodes again.") from None
     except RendezvousError as error:
         said = error.__cause__ or error
-        raise NodesApart(f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has ended: see what it said, then start "
-                         "all nodes again; the program goes on from its last save.") from None
+        raise NodesApart(f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has exited: read its output, then start "
+                         "all nodes again. The program resumes from its last checkpoint.") from None
 
 
 def _with_output(error: ProgramFailed, folder: Path) -> str:
-    """The failure, and the end of what that rank has said where it was kept from the terminal."""
+    """Return the failure with the end of that rank's log, where its output did not go to the terminal."""
     number = str(error).split()[1] if str(error).startswith("rank ") else ""
     try:
         lines = (folder / f"rank{number}.log").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return str(error)
-    return "\n".join([f"{error}. The end of what it said ({folder / f'rank{number}.log'}):", *lines[-LINES:]])
+    return "\n".join([f"{error}. The end of its output ({folder / f'rank{number}.log'}):", *lines[-LINES:]])
 
 
 def _end_round(node: str) -> None:
-    """In the beating thread, when a node of the round has fallen silent: the ranks here would wait for it inside a collective."""
-    _say(f"the node {node} has not been heard of for {LOST_S:.0f} s: it is cut off, or gone. The ranks of this node are ended, to begin again with the nodes "
-         "that are there, where --restarts and --nodes allow it")
+    """End the ranks here when a node of the round sends no heartbeat: they would wait for it in a collective.
+
+    Runs in the heartbeat thread."""
+    _say(f"node {node} has sent no heartbeat for {LOST_S:.0f} s: it has exited or lost its network. Ending the ranks of this node. They start again with the "
+         "remaining nodes if --restarts and --nodes allow it")
     end_descendants(GRACE_S)
 
 
 def _give_up(at: Endpoint) -> None:
-    """In the beating thread, when this node is cut off: the agent's own thread may wait in a store operation for a quarter of an hour."""
-    _say(f"no answer from the rendezvous at {at} for {LOST_S:.0f} s: this node is cut off, or the one that serves it is gone. Its ranks are ended; start all "
-         "nodes again when the network is back, the program goes on from its last save")
+    """Exit when this node is disconnected: the agent's own thread may wait 15 minutes in a store operation.
+
+    Runs in the heartbeat thread."""
+    _say(f"the rendezvous at {at} has not answered for {LOST_S:.0f} s: this node lost its network, or the serving node has exited. Ending its ranks. Start all "
+         "nodes again once the network is back; the program resumes from its last checkpoint")
     end_descendants(GRACE_S)
     sys.stderr.flush()
     os._exit(NodesApart.exit_code)

@@ -1,4 +1,4 @@
-"""What several commands take: the program, the plan, the folder."""
+"""Arguments shared by several commands: the program, the plan, the folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False, "he
 
 
 class Duration(click.ParamType):
-    """``90``, ``90s``, ``5m``, ``1h``: seconds as a float."""
+    """A duration (``90``, ``90s``, ``5m``, ``1h``) as seconds in a float."""
 
     name = "time"
 
@@ -38,12 +38,12 @@ class Duration(click.ParamType):
         except ValueError:
             self.fail(f"{value!r} is not a time; write 90s, 5m or 1h", param, ctx)
         if not 0 <= number < 1e9:
-            self.fail(f"{value!r} is not a time that can pass", param, ctx)
+            self.fail(f"{value!r} is negative or too long; write 90s, 5m or 1h", param, ctx)
         return number
 
 
 class Amount(click.ParamType):
-    """``8GB``, ``500MiB``, ``12000000``: bytes. GB is 1000 MB, GiB is 1024 MiB."""
+    """An amount of memory (``8GB``, ``500MiB``, ``12000000``) in bytes. GB is 1000 MB, GiB is 1024 MiB."""
 
     name = "size"
 
@@ -61,7 +61,9 @@ class Amount(click.ParamType):
 
 
 class LeverByName(click.ParamType):
-    """``NAME`` or ``NAME=VALUE``, VALUE in TOML or a bare word: a Choice of the person's. A bare name is ``true``: the first value that the lever offers."""
+    """A user's Choice, from ``NAME`` or ``NAME=VALUE``. VALUE is TOML or a bare word.
+
+    A bare name means ``true``: the first value that the lever offers."""
 
     name = "lever"
 
@@ -76,7 +78,7 @@ class LeverByName(click.ParamType):
             self.fail(f"there is no lever {name!r}{f'; did you mean {near[0]}?' if near else '.'} `flatout levers` lists them.", param, ctx)
         read = _toml_value(text) if has_value else True
         if read is None:
-            self.fail(f"{text!r} is no value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.", param, ctx)
+            self.fail(f"{text!r} is not a value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.", param, ctx)
         if has_value:
             try:
                 lever.check(read)
@@ -86,7 +88,7 @@ class LeverByName(click.ParamType):
 
 
 def _toml_value(text: str) -> Any:
-    """What a plan may hold; None for anything else."""
+    """Parse a value that a plan may hold; return None for anything else."""
     if re.fullmatch(r"[A-Za-z_][\w.+-]*", text) and text not in ("true", "false"):
         return text
     try:
@@ -97,7 +99,7 @@ def _toml_value(text: str) -> Any:
 
 
 class Sizes(click.ParamType):
-    """``32,64,128``: whole numbers from 1 on, each once."""
+    """A list of batch sizes (``32,64,128``): positive integers without duplicates."""
 
     name = "sizes"
 
@@ -109,7 +111,7 @@ class Sizes(click.ParamType):
         except ValueError:
             sizes = [0]
         if any(not 1 <= size < 2**31 for size in sizes):
-            self.fail(f"{value!r} is no list of batch sizes; write 32,64,128", param, ctx)
+            self.fail(f"{value!r} is not a list of batch sizes; write 32,64,128", param, ctx)
         return list(dict.fromkeys(sizes))
 
 
@@ -118,7 +120,7 @@ def program(function: Callable) -> Callable:
 
 
 def read_plan(path: str) -> Plan:
-    """A Plan from a file; ``none`` is the empty one. Raises PlanError where it cannot be read."""
+    """Read a plan file; ``none`` is the empty plan. Raises PlanError if the file cannot be read."""
     return Plan() if path == "none" else Plan.read(Path(path))
 
 
@@ -129,12 +131,14 @@ def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
 
 
 def writable(folder: JobFolder, asked: bool) -> JobFolder:
-    """The job's folder; where this one cannot be written and nobody asked for it, a temporary one, and a line that says so."""
+    """Create and return the job's folder.
+
+    If it cannot be written and the user did not ask for it, return a temporary folder and say so."""
     try:
         return folder.make()
     except StorageError:
         if asked:
             raise
         other = JobFolder(Path(tempfile.mkdtemp(prefix=f"flatout-{folder.path.name}-"))).make()
-        sys.stderr.write(f"flatout: {os.getcwd()} cannot be written; the records go to {other.path}\n")
+        sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {other.path}\n")
         return other

@@ -1,4 +1,4 @@
-"""What the commands have in common that run a program for a while to answer a question about it: their options, their record, their page, their words."""
+"""Shared parts of the commands that run a program briefly to measure it: options, record, page and output."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from flatout.tune.session import job_folder
 
 
 def question(function: Callable) -> Callable:
-    """The options that such a command has beside its own: ``job``, ``as_json`` and the program's ``words``."""
+    """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
     function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(function)
     return program(click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")(function))
 
 
 def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
-    """What a ProgramRecord begins with."""
+    """Return the common first fields of a ProgramRecord."""
     return {"command": list(typed), "cwd": os.getcwd(), "flatout": __version__, "created": today(), "versions": {"python": facts.python, **facts.versions}}
 
 
 @contextmanager
 def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
-    """The record is in its file when this is left, in whichever way; until then what is handed out writes it.
+    """Write the record to its file on exit, even after an error. The yielded function writes it earlier.
 
-    A terminated command ends its program as an interrupted one does.
+    SIGTERM stops the program in the same way as Ctrl-C.
     """
     def save() -> None:
         write_json(path, record.to_json())
@@ -55,7 +55,7 @@ def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
         raise
     except KeyboardInterrupt:
         record.status, record.message = "failed", "interrupted"
-        sys.stderr.write(f"flatout: interrupted; what was seen until then is in {path}\n")
+        sys.stderr.write(f"flatout: interrupted; the results so far are in {path}\n")
         raise
     finally:
         save()
@@ -66,7 +66,7 @@ def interrupt(*_: object) -> None:
 
 
 class Asked:
-    """One question: ``name`` is the command and the stem of its files."""
+    """One measurement: ``name`` is the command and the stem of its files."""
 
     def __init__(self, name: str, words: tuple[str, ...], job: Path | None) -> None:
         """Raises UsageError, StorageError."""
@@ -76,12 +76,14 @@ class Asked:
         self.header = header(self.command.shown, self.facts)
 
     def answer(self, record: ProgramRecord, budget_s: float, run: Callable[[Callable[[str, str], None], Callable[[], None]], object]) -> None:
-        """``run`` fills the record; it is given what tells a stage, and what saves. Raises FlatoutError, KeyboardInterrupt."""
+        """Call ``run`` to fill the record. Its arguments report a stage and save the record.
+
+        Raises FlatoutError, KeyboardInterrupt."""
         with kept(record, self._file("json")) as save, LiveProgress(Console(stderr=True), budget_s) as progress:
             run(progress.stage, save)
 
     def show(self, record: ProgramRecord, html: str, parts: Iterable[object], as_json: bool) -> None:
-        """Writes the page and prints ``parts``, texts and tables."""
+        """Write the page and print ``parts``: texts and tables."""
         write_whole(self._file("html"), html)
         if as_json:
             click.echo(json.dumps(record.to_json(), indent=1))
@@ -89,7 +91,7 @@ class Asked:
         console = Console()
         for part in parts:
             console.print(part, markup=False, highlight=False)
-        console.print(f"picture: {self._file('html')}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"chart: {self._file('html')}", markup=False, highlight=False, soft_wrap=True)
 
     def _file(self, ending: str) -> Path:
         return self.folder.path / f"{self.name}.{ending}"

@@ -1,4 +1,4 @@
-"""The real job's side inside the program: applies the plan, says so in one line, and rests."""
+"""The part of `flatout run` inside the program: applies the plan, reports it, and removes its hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def attach(job: dict[str, Any]) -> None:
-    """The entry that the bootstrap calls right after ``import torch``."""
+    """Attach to the program. The bootstrap calls this right after ``import torch``."""
     import torch
 
     try:
@@ -41,13 +41,13 @@ def attach(job: dict[str, Any]) -> None:
     except Exception as error:
         if job.get("resume") is None:
             raise
-        # It may stand half-way between two lives, and must not run on like that.
-        say_at_once(f"cannot go on exactly: flatout made a mistake ({type(error).__name__}: {error}).")
+        # The program may be half replayed and must not continue in that state.
+        say_at_once(f"cannot resume exactly: internal error in flatout ({type(error).__name__}: {error}).")
         os._exit(CannotResume.exit_code)
 
 
 class Attached(Listener):
-    """Waits for the first step, applies what needs it, and falls asleep."""
+    """Waits for the first step, applies the levers that need it, and removes the hooks."""
 
     def __init__(self, job: dict[str, Any], torch: Any) -> None:
         self.plan = Plan.from_json(job["plan"])
@@ -72,8 +72,10 @@ class Attached(Listener):
         self.speaks = False
 
     def _keeping(self, job: dict[str, Any], torch: Any, ledger: Ledger) -> tuple[Rescue | None, Again | None]:
-        """Who keeps saves of this process, and who brings it to the newest one that it can go on from exactly, or records it from its beginning. Of several
-        ranks rank 0 keeps saves, and the others where all are gone on with."""
+        """Return the checkpoint writer of this process, and the replay that resumes it from its newest usable
+        checkpoint or records it from the start.
+
+        With several ranks, rank 0 keeps checkpoints; all ranks do if all are resumed."""
         if not job.get("rescue"):
             return None, None
         if not job.get("resume"):
@@ -86,7 +88,7 @@ class Attached(Listener):
         return (rescue, again) if again is not None or self.rank == 0 else (None, None)
 
     def broke(self, error: Exception) -> None:
-        say(f"flatout made a mistake ({type(error).__name__}: {error}) and leaves the program alone from here")
+        say(f"internal error in flatout ({type(error).__name__}: {error}); the program continues without it")
         if self.again is not None:
             self.again.broke(error)
         if self.rescue is not None:
@@ -114,14 +116,14 @@ class Attached(Listener):
             say(f"{lever}: {sentence}")
 
     def settled(self) -> None:
-        """Everything is in place and was said."""
+        """Remove the hooks that are no longer needed: all levers are applied and reported."""
         if self.kept is not None and self.rescue is not None and (self.rescue.active or (self.again is not None and self.again.going)):
             self.scene.listen_for(self.kept)
         else:
             self.scene.rest()
 
     def goes_on(self) -> None:
-        """The program has become the one that was saved."""
+        """Begin to keep checkpoints: the replay has reached the saved state."""
         assert self.rescue is not None
         self.rescue.begin(self.scene)
 

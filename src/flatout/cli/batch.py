@@ -1,4 +1,4 @@
-"""`flatout batch`: which batch size is the fastest that fits, and how large a one still helps learning."""
+"""`flatout batch`: find the fastest batch size that fits, and the largest that still helps learning."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flatout.tune.batch_curve import BatchCurve, Wishes
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--sizes", default="", type=Sizes(), help="Batch sizes, separated by commas; else parts and multiples of the program's own.")
+@click.option("--sizes", default="", type=Sizes(), help="Comma-separated batch sizes; by default fractions and multiples of the script's own.")
 @click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h.")
-@click.option("--memory-limit", default=None, type=Amount(), help="What a step may take, as 8GB; else the device's memory, or what is free on this machine.")
-@click.option("--at-step", default=0, type=click.IntRange(0), help="Look at the gradients once the program has trained so many steps.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of torch, numpy and random, set as they are imported.")
+@click.option("--memory-limit", default=None, type=Amount(), help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.")
+@click.option("--at-step", default=0, type=click.IntRange(0), help="Training steps before the gradients are measured.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed for torch, numpy and random, set when they are imported.")
 @question
 def command(sizes: list[int], budget: float, memory_limit: int | None, at_step: int, seed: int, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
-    """Measure the speed and the memory of a program, as it is, against its batch size, and how noisy its gradients are.
+    """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
-    The program is started at each size, measured step by step with its loader in it, and stopped; its files are not touched. The picture is batch.html
-    in the job's folder.
+    flatout starts the program at each size, measures whole steps including data loading, and stops it.
+    It does not touch the program's files. The charts are in batch.html in the job's folder.
     """
     asked = Asked("batch", words, job)
     record = BatchRecord(**asked.header, budget_s=budget)

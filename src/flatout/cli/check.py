@@ -1,4 +1,4 @@
-"""`flatout check`: mistakes that raise nothing, read from the source, and where asked from a run."""
+"""`flatout check`: find mistakes that raise no error, in the source and, with --run, in a run."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ def codes(ctx: Any, option: Any, value: tuple[str, ...]) -> list[str]:
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--select", multiple=True, callback=codes, metavar="CODES", help="Only these rules: FL012,FL1 (the beginning of a code takes all that begin so).")
-@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="All but these rules.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="How findings are written.")
-@click.option("--run", "run_s", type=Duration(), help="Also run the program, for about this long once its steps are steady, and add what only running tells.")
+@click.option("--select", multiple=True, callback=codes, metavar="CODES", help="Check only these rules: FL012, or FL1 for all rules with this prefix.")
+@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="Skip these rules.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="Output format of the findings.")
+@click.option("--run", "run_s", type=Duration(), help="Also run the program for this long in steady state, and check the measured rules.")
 @click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
 @click.argument("words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED)
 def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: str, run_s: float | None, explain: str | None) -> int:
-    """Look for mistakes that raise nothing: wrong results, wasted time, wasted memory, fragile code.
+    """Find mistakes that raise no error: wrong results, wasted time, wasted memory, fragile code.
 
-    The program is read: a script, a notebook, or the command that starts it, with the modules it imports from its own folder. It is run only where
-    --run asks for it; then the measured rules speak too, and the profile is kept as by `flatout profile`.
-    A comment `# flatout: ignore FL012` hides a rule on its line. Leaves with 0 where nothing is found, 1 where something is, 2 for a mistake in the
-    command.
+    Reads a script, a notebook, or the script that a command starts, and the modules it imports from its own
+    folder. The program runs only with --run, which adds the measured rules and keeps a profile as
+    `flatout profile` does. The comment `# flatout: ignore FL012` disables a rule on its line.
+
+    The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
     if explain is not None:
         click.echo(page(explain.upper()))
@@ -68,7 +69,7 @@ def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: 
 
 
 def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
-    """What the measured rules find in a run of the program; places as the reading gives them, from this folder."""
+    """Run the program and return the findings of the measured rules, with paths relative to this folder."""
     if run_s < SHORTEST_S:
         raise UsageError(f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s.")
     cmd = understand(("python", *words) if words[0] == "-m" else words)
@@ -77,7 +78,9 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
 
 
 def read(words: tuple[str, ...]) -> Program:
-    """The program that a command line starts. Raises UsageError where no source can be found or read."""
+    """Return the program that a command line starts.
+
+    Raises UsageError if its source is missing or unreadable."""
     if not words:
         raise UsageError("no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`.")
     script, module = _script(words)
@@ -86,7 +89,7 @@ def read(words: tuple[str, ...]) -> Program:
     except Unreadable as error:
         raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
     except FileNotFoundError:
-        raise UsageError(f"there is no script {str(script)!r} here. Check the path, or change to the script's folder.") from None
+        raise UsageError(f"no script {str(script)!r} here. Check the path, or change to the script's folder.") from None
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
 
@@ -103,18 +106,18 @@ def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
         raise UsageError(str(error)) from None
     if understood.script is None:
         what = f"module {understood.module!r} has no file below this folder" if understood.module else f"`{' '.join(words)}` names no Python file"
-        raise UsageError(f"{what}, so there is nothing to read. Give the script itself: `flatout check train.py`.")
+        raise UsageError(f"{what}, so there is nothing to check. Give the script: `flatout check train.py`.")
     if understood.script.suffix == "" and understood.script.is_file() and understood.script.read_bytes()[:2] == b"#!" \
             and b"python" not in understood.script.open("rb").readline():
-        raise UsageError(f"{understood.script} is no Python script. Give the script that it starts: `flatout check train.py`.")
+        raise UsageError(f"{understood.script} is not a Python script. Give the script that it starts: `flatout check train.py`.")
     return understood.script, understood.module is not None
 
 
 def page(code: str) -> str:
-    """The page of a rule, or the list of all."""
+    """Return the page of a rule, or the list of all rules."""
     if code == "ALL":
         return "\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in TABLE)
     rule = next((rule for rule in TABLE if rule.code == code or rule.name.upper() == code), None)
     if rule is None:
-        raise UsageError(f"there is no rule {code!r}. `flatout check --explain all` lists them.")
+        raise UsageError(f"no rule is called {code!r}. `flatout check --explain all` lists them.")
     return f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}".replace("  # <-", "  # <- here")

@@ -1,4 +1,6 @@
-"""One contest of a search on a node of a cluster: started by `flatout tune --ray`, not a command of its own. Reads an order, writes the answer."""
+"""One comparison of a search, run on a cluster node. `flatout tune --ray` starts it; it is not a command.
+
+It reads the comparison's description from a file and writes the result to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--device`: the device that a program runs on, whatever it names. What it changes is in `flatout.capture.device`."""
+"""`--device`: override the device that a program runs on. `flatout.capture.device` makes the changes."""
 
 from __future__ import annotations
 
@@ -18,50 +18,53 @@ SHAPE = re.compile(r"cpu|mps|(cuda|xpu)(:(0|[1-9]\d{0,2}))?")
 
 
 class DeviceByName(click.ParamType):
-    """``cpu``, ``cuda``, ``cuda:1``, ``xpu``, ``mps``."""
+    """A device name: ``cpu``, ``cuda``, ``cuda:1``, ``xpu`` or ``mps``."""
 
     name = "device"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str:
         text = str(value).strip().lower()
         if not SHAPE.fullmatch(text):
-            self.fail(f"{value!r} is no device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)
+            self.fail(f"{value!r} is not a device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)
         return text
 
 
 device_option = click.option("--device", default=None, type=DeviceByName(), metavar="cpu|cuda|cuda:N|xpu|mps",
-                      help="Run on this device what the script does on another: `.cuda()`, device=\"cuda\", checkpoints, autocast, DataParallel.")
+                      help="Run on this device, whichever the script names (`.cuda()`, device=\"cuda\", autocast, checkpoints).")
 
 
 def choose(device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = "") -> None:
-    """From here on, whatever this process starts runs on ``device``; levers see no other. ``elsewhere`` is the option that starts it on other machines.
+    """Make the programs that this process starts run on ``device``; levers see no other device.
 
-    Raises UsageError where that cannot be.
+    ``elsewhere`` is the option that starts the program on other machines. Raises UsageError if ``device`` is
+    unavailable or contradicts another option.
     """
     if device is None:
         return
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.closed}.")
     if elsewhere:
-        raise UsageError(f"--device {device} is a device of this machine, and {elsewhere} starts the program on others. Give one of them.")
+        raise UsageError(f"--device {device} is a device of this machine, but {elsewhere} starts the program on others. Use one of them.")
     if gpus:
-        raise UsageError(f"--gpus gives each rank a CUDA device of its own, and --device {device} is one device. Give one of them.")
+        raise UsageError(f"--gpus gives each rank its own CUDA device, but --device {device} is a single device. Use one of them.")
     if procs > 1 and device != "cpu":
         raise UsageError(f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu.")
     if device != "cpu":
         _must_be_there(device, cmd, command)
     if not device.startswith("cuda"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is not redirected fails, and takes no memory of a card
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a call that is not redirected fails and takes no GPU memory
     os.environ[ASKED_DEVICE] = device
 
 
 def hint(device: str | None) -> str:
-    """The option, as it is written in a command that is proposed."""
+    """Return the option as text for a suggested command."""
     return f"--device {device} " if device is not None else ""
 
 
 def _must_be_there(device: str, cmd: Command, command: str) -> None:
-    """As the torch of the program sees it; where no torch answers, the program itself will say so."""
+    """Check that the program's torch sees the device.
+
+    Without torch, the program itself reports the failure."""
     is_python = Path(cmd.argv[0]).name.startswith("python")
     found = devices_of_torch(cmd.argv[0] if is_python else None)
     if found is None or device in found or any(name.partition(":")[0] == device for name in found):

@@ -1,4 +1,4 @@
-"""`flatout run --procs N`: a program written for one device as several ranks, once it has been seen that it divides."""
+"""`flatout run --procs N`: run a single-device program as several ranks, after a successful rehearsal."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from flatout.tune.session import job_folder, key_of
 from flatout.tune.sharding import ALWAYS, NEVER
 from flatout.tune.sharding import LEVER as SHARDING
 
-REHEARSAL_S = 120.0  # about; shown, not enforced
+REHEARSAL_S = 120.0  # approximate; displayed, not enforced
 
 
 def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[str, Any], Rehearsed]:
-    """The value of the lever for this program, and all that was found: from an earlier rehearsal of the same command, script, machine and versions, else from
-    one now.
+    """Return the lever's value for this program, and the whole result of the rehearsal.
 
+    Reuses an earlier rehearsal of the same command, script, machine and versions; otherwise rehearses now.
     Raises CannotDivide, ProgramFailed.
     """
     folder = writable(job_folder(command), asked=False)
@@ -46,13 +46,13 @@ def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[s
         found = _rehearse(command, facts, asked, folder)
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
     if found.division is None:
-        raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
-                           f"What was seen of it is in {folder.ranks}.")
+        raise CannotDivide(f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
+                           f"The details are in {folder.ranks}.")
     return {**found.division, **asked.words}, found
 
 
 def remembered(path: Path, key: object) -> Rehearsed | None:
-    """What an earlier rehearsal has left; None where there was none of this key, or it cannot be read."""
+    """Return the result of an earlier rehearsal; None if there is none for this key or it cannot be read."""
     known = read_json(path)
     try:
         found = Rehearsed.from_json(known["rehearsed"]) if isinstance(known, dict) and known.get("key") == key else None
@@ -69,9 +69,10 @@ def _rehearse(command: Command, facts: Facts, asked: RanksAsked, folder: JobFold
 
 def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[Choice], asked: RanksAsked, say: Callable[[str], None],
                   first: bool = True) -> Plan:
-    """The plan of each rank: how the program divides, and what of ``plan`` goes with that. ``chosen`` are levers by name for this very run: they stay.
+    """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
-    ``first``: this node finds out how the program divides; the others take what it has found. Raises CannotDivide, ProgramFailed.
+    ``chosen`` are levers given by name for this run; they stay. ``first``: this node rehearses the program;
+    the other nodes use its result. Raises CannotDivide, ProgramFailed.
     """
     given, parts = plan.get(LEVER), plan.get(SHARDING) if asked.shard != NEVER else None
     asked = replace(asked, shard=ALWAYS) if parts is not None else asked
@@ -87,13 +88,15 @@ def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[C
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
     left_out = [choice for choice in others if choice.name in table and choice.name not in by_name and unfit(table[choice.name], base)]
     if left_out:
-        say(f"with several ranks these levers of the plan are left out: {', '.join(choice.name for choice in left_out)}")
+        say(f"these levers of the plan are skipped because they do not work with several ranks: {', '.join(choice.name for choice in left_out)}")
     kept = [*(choice for choice in others if choice not in left_out), *([parts] if parts is not None else [])]
     return Plan(tuple(kept)).on_top_of(base)
 
 
 def run_divided(command: Command, facts: Facts, asked: RanksAsked, job: Path, environment: Mapping[str, str]) -> int:
-    """Start the ranks, and wait for them. ``environment`` names ``job``, which is removed at the end. Raises FlatoutError."""
+    """Start the ranks and wait for them. ``environment`` names ``job``, which is removed at the end.
+
+    Raises FlatoutError."""
     gang = Gang(command, asked.procs, environment, cuda_devices(environment, asked.procs) if asked.gpus else None, cores=facts.cores)
     try:
         code = gang.run()

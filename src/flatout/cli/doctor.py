@@ -1,4 +1,4 @@
-"""`flatout doctor`: is this machine ready to train."""
+"""`flatout doctor`: check whether this machine is ready to train."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from flatout.plan.sight import Sight, Verdict
 
 
 @click.command()
-@click.option("--bench", is_flag=True, help="Measure what this machine can do at most, too (about half a minute); `flatout profile` reads it.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything that was seen, and the checks, as JSON.")
-@click.option("--replay", type=click.Path(path_type=Path), help="Judge what --json printed on another machine.")
+@click.option("--bench", is_flag=True, help="Also measure the machine's peak rates (about 30 s), for `flatout profile`.")
+@click.option("--json", "as_json", is_flag=True, help="Print the machine snapshot and the checks as JSON.")
+@click.option("--replay", type=click.Path(path_type=Path), help="Check a snapshot that --json printed on another machine.")
 def command(bench: bool, as_json: bool, replay: Path | None) -> int:
-    """Is this machine ready to train? What is wrong, why it matters, and the one command that mends it.
+    """Check whether this machine is ready to train.
 
-    Works where torch is broken or absent. Ends with 1 where there is a problem.
+    Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
+    missing. The exit code is 1 if there is a problem.
     """
     if bench and replay:
-        raise UsageError("--bench measures this machine and --replay judges another: leave one of them out.")
+        raise UsageError("--bench measures this machine, but --replay checks another. Use one of them.")
     sight = _recorded(replay) if replay else _seen()
     from flatout.diagnose.doctor.examining import examine
     from flatout.render.doctor import doctor_page
@@ -44,8 +45,8 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
 
 
 def _seen() -> Sight:
-    with Look() as looking, Console(stderr=True).status("looking at this machine; importing torch beside it"):  # shown on a terminal alone
-        # What is wanted afterwards is loaded while the child imports torch: that is what takes long.
+    with Look() as looking, Console(stderr=True).status("inspecting this machine; importing torch in a child process"):  # shown only on a terminal
+        # Import the modules needed later while the child imports torch, which takes the longest.
         importlib.import_module("flatout.diagnose.doctor.examining")
         importlib.import_module("flatout.render.doctor")
         return looking.take()
@@ -74,4 +75,4 @@ def _recorded(path: Path) -> Sight:
     try:
         return Sight.from_json(data["sight"])
     except (TypeError, AttributeError, KeyError):
-        raise UsageError(f"{path} holds nothing that `flatout doctor --json` has printed. Make one with `flatout doctor --json > {path}`.") from None
+        raise UsageError(f"{path} is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > {path}`.") from None

@@ -1,4 +1,4 @@
-"""`flatout explain`: what an error means, where, and what mends it."""
+"""`flatout explain`: explain an error, locate it in your code, and show the fix."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from flatout.plan.errors import UsageError
 
 CODE = re.compile(r"FE\d{3}")
 UNKNOWN = 1
-MOST_BYTES = 1 << 27  # of a log: of a longer one, its end
+MOST_BYTES = 1 << 27  # read from a log; only the end of a longer one
 USAGE = """give the error's text, a file, or - for standard input:
   flatout explain train.log
   flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
   python train.py 2>&1 | tee train.log | flatout explain -
-  flatout explain FE020                      the page of one kind"""
+  flatout explain FE020                      the page of one kind of failure"""
 
 
 @click.command()
 @click.argument("words", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="The explanations as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
 def command(words: tuple[str, ...], as_json: bool) -> int:
-    """Explain an error: the cause in one sentence, the line of your own code, and what mends it.
+    """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
-    Takes a traceback or a log, of one process or of many ranks. Leaves with 0 where something is explained, with 1 where the error is not
-    known; then nothing is guessed.
+    Takes a traceback or a log, of one process or of many ranks. The exit code is 0 if flatout knows the error
+    and 1 if it does not; it never guesses.
     """
     if len(words) == 1 and CODE.fullmatch(words[0]):
         click.echo(_page(words[0]))
@@ -45,7 +45,7 @@ def command(words: tuple[str, ...], as_json: bool) -> int:
     elif told:
         click.echo("\n\n".join(_paragraph(one) for one in told))
     else:
-        click.echo("This failure is not one that flatout knows; it does not guess. Its kinds: docs/errors/README.md.")
+        click.echo("flatout does not know this failure, and it does not guess. docs/errors/README.md lists the failures that it knows.")
     return 0 if told else UNKNOWN
 
 
@@ -59,7 +59,7 @@ def _text(words: tuple[str, ...]) -> str:
             with open(words[0], encoding="utf-8", errors="replace") as file:
                 about = os.fstat(file.fileno())
                 if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
-                    raise UsageError(f"{words[0]} is a device, and may have no end. Give a log, an error's text, or - for standard input.")
+                    raise UsageError(f"{words[0]} is a device and may never end. Give a log, an error's text, or - for standard input.")
                 if about.st_size > MOST_BYTES:
                     with open(words[0], "rb") as whole:
                         whole.seek(-MOST_BYTES, os.SEEK_END)
@@ -71,11 +71,11 @@ def _text(words: tuple[str, ...]) -> str:
 
 
 def _is_path(word: str) -> bool:
-    """Whether one word names a file, or was meant to: an error's text has blanks or a colon."""
+    """Return whether the word names a file or was meant to: an error's text has spaces or a colon."""
     try:
         if Path(word).exists():
             return True
-    except (OSError, ValueError):  # a text that is too long for a name
+    except (OSError, ValueError):  # too long for a file name
         return False
     return "\n" not in word and not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
 
@@ -88,5 +88,5 @@ def _paragraph(told: Told) -> str:
 def _page(code: str) -> str:
     kind = next((kind for kind in TABLE if kind.code == code), None)
     if kind is None:
-        raise UsageError(f"there is no kind {code}. They go from {TABLE[0].code} to {TABLE[-1].code}; docs/errors/README.md lists them.")
+        raise UsageError(f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; docs/errors/README.md lists them.")
     return f"{kind.code} {kind.name}\n\n{kind.page.strip()}"

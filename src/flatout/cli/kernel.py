@@ -1,4 +1,4 @@
-"""`flatout kernel`: check, bench and begin kernels, our own and a person's."""
+"""`flatout kernel`: check, measure and create kernels, flatout's own and the user's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import click
 
 @click.group()
 def command() -> None:
-    """Check and measure kernels, ours or your own, and write the beginning of a new one.
+    """Check and measure kernels, flatout's or your own, and create new ones.
 
     \b
-    flatout kernel check                       all of ours
-    flatout kernel check path.py:function      your own, beside `function_reference` and `function_cases`
+    flatout kernel check                       all kernels of flatout
+    flatout kernel check path.py:function      your own, with `function_reference` and `function_cases`
     flatout kernel bench layer_norm            against the reference, torch.compile and this device's roofline
     flatout kernel new my_kernel               a folder to start from, in CUDA C++ and Triton
     """
@@ -19,12 +19,13 @@ def command() -> None:
 
 @command.command()
 @click.argument("subjects", nargs=-1, metavar="[NAME | FOLDER | FILE.py:FUNCTION]...")
-@click.option("--limit", default="10m", help="End a kernel whose checks take longer than this (10m).")
-@click.option("--quiet", is_flag=True, help="Show only what did not pass.")
+@click.option("--limit", default="10m", help="Time limit for the checks of one kernel (10m).")
+@click.option("--quiet", is_flag=True, help="Show only checks that did not pass.")
 def check(subjects: tuple[str, ...], limit: str, quiet: bool) -> int:
-    """Is it right? Values and gradients against float64, memory, determinism, registration, and known-wrong variants.
+    """Check the correctness of a kernel.
 
-    What cannot be checked on this machine is listed as not run. Ends with 1 where a check failed.
+    Tests values and gradients against float64, memory, determinism, registration, and known-wrong variants.
+    Checks that cannot run on this machine are listed as "not run". The exit code is 1 if a check fails.
     """
     from flatout.cli.kernel_check import check_all
 
@@ -33,10 +34,10 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool) -> int:
 
 @command.command()
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
-@click.option("--rounds", default=8, show_default=True, help="Turns of every contestant.")
-@click.option("--case", "only", default="", help="Only cases whose title contains this.")
+@click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
+@click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
 def bench(subject: str, rounds: int, only: str) -> None:
-    """How fast is it? Against the reference, torch.compile of the reference, and what this device can move and multiply."""
+    """Measure a kernel against its reference, torch.compile of it, and the roofline of this device."""
     from flatout.cli.kernel_bench import show
 
     show(subject, rounds, only)
@@ -44,11 +45,14 @@ def bench(subject: str, rounds: int, only: str) -> None:
 
 @command.command()
 @click.argument("name")
-@click.option("--triton", "way", flag_value="triton", help="In Triton only.")
-@click.option("--cuda", "way", flag_value="cuda", help="In CUDA C++ only.")
-@click.option("--both", "way", flag_value="both", default="both", help="In both (the default).")
+@click.option("--triton", "way", flag_value="triton", help="Write the kernel in Triton only.")
+@click.option("--cuda", "way", flag_value="cuda", help="Write the kernel in CUDA C++ only.")
+@click.option("--both", "way", flag_value="both", default="both", help="Write the kernel in both (the default).")
 def new(name: str, way: str) -> None:
-    """Write a folder NAME with a working kernel to start from: reference, Triton, CUDA C++, operator, cases, wrong variants, test."""
+    """Create the folder NAME with a working example kernel.
+
+    It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test.
+    """
     from flatout.cli.kernel_new import write
 
     write(name, way)

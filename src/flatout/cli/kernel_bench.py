@@ -1,4 +1,4 @@
-"""`flatout kernel bench`: contestants take turns on one device, beside what that device was just measured to do."""
+"""`flatout kernel bench`: time implementations in turn on one device, with its measured roofline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from flatout.measure.statistics import Round, compare, median
 from flatout.plan.errors import UsageError
 
 WARM_UPS = 3
-BLOCK_MS = 20.0  # a block of calls lasts about this long
-COPY_BYTES = 1 << 30  # of the measured copy on a GPU: many times the last cache; a sixteenth on a CPU
+BLOCK_MS = 20.0  # approximate duration of a block of calls
+COPY_BYTES = 1 << 30  # of the copy measured on a GPU, many times the last-level cache; 1/16 of it on a CPU
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the measured matrix product
-QUICK = 64  # times less to copy, and an eighth of the side, where the figures mean nothing
+QUICK = 64  # divides the copy, and 8 the side, when the figures do not matter
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant in one case. ``ms`` is the median call; ``ratio`` how many times as fast as the reference, with its 95 % interval;
-    ``gb_per_s`` and ``tflop_per_s`` what it moved and computed at least; ``share`` that of the roofline. Peak bytes on CUDA only."""
+    """The timing of one implementation in one case.
+
+    ``ms`` is the median call. ``ratio`` is the speed-up over the reference with its 95 % interval.
+    ``gb_per_s`` and ``tflop_per_s`` are lower bounds of the rates; ``share`` is their share of the roofline.
+    ``peak_bytes`` is measured on CUDA only."""
 
     kernel: str
     case: str
@@ -46,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this device was measured to do: bytes of a copy (read and written), operations of a matrix product, in float32."""
+    """Measured rates of this device: bytes of a copy (read and written), operations of a matrix product."""
 
     device: str
     gb_per_s: float
@@ -54,7 +57,10 @@ class Roofline:
 
 
 def roofline(quick: bool = False) -> Roofline:
-    """Measures the device that kernels would run on: the best of ten copies, and of ten products a type. ``quick``: small ones, to see that it works."""
+    """Measure the device that kernels run on.
+
+    Takes the best of ten copies, and of ten matrix products for each dtype. ``quick`` measures small ones, to
+    test that it works."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +88,7 @@ def roofline(quick: bool = False) -> Roofline:
 
 
 def kernel_of(subject: str) -> Any:
-    """Raises UsageError for a subject that is none."""
+    """Find the kernel. Raises UsageError if there is none."""
     from flatout.kernels.subject import SubjectError, find
 
     try:
@@ -93,13 +99,15 @@ def kernel_of(subject: str) -> Any:
 
 def rows_of(kernel: Any, rounds: int, only: str = "", others: Callable[[Any, Any], dict[str, Callable[..., Any]]] | None = None,
             roof: Roofline | None = None) -> Iterator[Row]:
-    """Measures every bench case. ``others(kernel, case)`` adds contestants by name. Raises UsageError where there is no case."""
+    """Measure every bench case. ``others(kernel, case)`` adds implementations by name.
+
+    Raises UsageError if there is no case."""
     import torch
 
     gpu = torch.cuda.is_available()
     found = [case for case in kernel.cases() if case.bench and (gpu or case.bench == "any") and only in case.title]
     if not found:
-        raise UsageError(f"{kernel.name} has no case to measure here{f' whose title has {only!r} in it' if only else ''}. Mark one with bench=\"any\".")
+        raise UsageError(f"{kernel.name} has no case to measure here{f' with {only!r} in its title' if only else ''}. Mark one with bench=\"any\".")
     roof = roof or roofline()
     for case in found:
         drawn = case.make(torch.Generator().manual_seed(0))
@@ -134,7 +142,7 @@ def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[
             call()
             once_ms = clock.elapsed_ms(start, clock.mark())
             calls[name] = (call, max(int(BLOCK_MS / max(once_ms, 1e-3)), 1), torch.cuda.max_memory_allocated() - before if device == "cuda" else None)
-        except Exception as error:  # a compiler that fails, or too little memory, is a result
+        except Exception as error:  # a compiler failure or out of memory is a result
             yield Row(kernel.name, case.title, name, work, why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -183,11 +191,11 @@ def _placed(value: Any, gpu: bool) -> Any:
     return value.cuda() if gpu and isinstance(value, torch.Tensor) else value
 
 
-COLUMNS = ("contestant", "ms", "times as fast [95 %]", "of the roofline", "peak memory")
+COLUMNS = ("implementation", "ms", "speed-up [95 %]", "of the roofline", "peak memory")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One row of a case's table, as text."""
+    """Return the text of one table row."""
     if row.ms is None:
         return (row.contestant, "not run", row.why_not, "", "")
     ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row.ratio) if row.ratio else ""
@@ -196,7 +204,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def show(subject: str, rounds: int, only: str) -> None:
-    """Measures and prints a table for each case and each kind of work, as soon as it is measured."""
+    """Measure each case and kind of work, and print its table at once."""
     kernel = kernel_of(subject)
     roof = roofline()
     rates = ", ".join(f"{rate:,.2f} TFLOP/s {dtype}" for dtype, rate in roof.tflop_per_s.items())

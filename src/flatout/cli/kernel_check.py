@@ -1,4 +1,4 @@
-"""`flatout kernel check`: the gate of each kernel in a child of its own, started again after a check that ended it."""
+"""`flatout kernel check`: run the checks of a kernel in a child process, restarted after a crash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS = ("sm_80", "sm_90a")
 
 @dataclass
 class Gate:
-    """What the children have written about one kernel."""
+    """Results that the child processes have written for one kernel."""
 
     subject: str
     title: str = ""
@@ -62,7 +62,7 @@ class Gate:
 
 
 def check_all(subjects: Sequence[str], limit: str, quiet: bool) -> int:
-    """Checks every subject and prints what came out; 1 where something failed."""
+    """Check every subject and print the results. Return 1 if a check failed."""
     limit_s = float(Duration().convert(limit, None, None))
     failed = 0
     for subject in subjects or NAMES:
@@ -73,7 +73,7 @@ def check_all(subjects: Sequence[str], limit: str, quiet: bool) -> int:
 
 
 def check(subject: str, limit_s: float) -> Gate:
-    """The gate of one kernel. Raises UsageError for a subject that is none."""
+    """Run the checks of one kernel. Raises UsageError if there is no such kernel."""
     gate, until = Gate(subject), seconds() + limit_s
     with tempfile.TemporaryDirectory(prefix="flatout-kernel-") as place:
         folder = Path(place)
@@ -92,7 +92,7 @@ def check(subject: str, limit_s: float) -> Gate:
             gate.read(records)
         while not gate.ended:
             begun = gate.last_begun
-            if begun < 0 or gate.names[begun] in gate.outcomes:  # it ended between two checks
+            if begun < 0 or gate.names[begun] in gate.outcomes:  # the child exited between two checks
                 begun += 1
             if begun >= len(gate.names):
                 break
@@ -100,7 +100,7 @@ def check(subject: str, limit_s: float) -> Gate:
             gate.outcomes[gate.names[gate.last_begun]] = (FAILED, f"{_how(ended, limit_s)}. {_tail(ended)}")
             if ended.timed_out:
                 for name in gate.names[gate.last_begun + 1:]:
-                    gate.outcomes[name] = (NOT_RUN, "the time limit had passed")
+                    gate.outcomes[name] = (NOT_RUN, "the time limit was reached")
                 break
             ended = _child(subject, records, gate.last_begun, environment, until)
             gate.read(records)
@@ -125,10 +125,10 @@ def _child(subject: str, records: Path, after: int, environment: dict[str, str],
 
 def _how(ended: Ended, limit_s: float) -> str:
     if ended.timed_out:
-        return f"it had not ended after {limit_s:.0f} s and was stopped; `--limit` gives it longer"
+        return f"it did not finish within {limit_s:.0f} s and was stopped; increase `--limit`"
     if ended.signal_name == "SIGSEGV":
-        return "it touched memory that is not its own (SIGSEGV)"
-    return f"it ended the process ({ended.signal_name or f'exit code {ended.code}'})"
+        return "it accessed invalid memory (SIGSEGV)"
+    return f"it killed the process ({ended.signal_name or f'exit code {ended.code}'})"
 
 
 def _tail(ended: Ended) -> str:
@@ -136,7 +136,7 @@ def _tail(ended: Ended) -> str:
 
 
 def _with_nvcc(gate: Gate) -> None:
-    """Where NVRTC could not compile (a CPU build of torch), nvcc may."""
+    """Compile with nvcc where NVRTC was unavailable (a CPU build of torch)."""
     for path, *_ in gate.sources:
         for target in TARGETS:
             name = f"{Path(path).name} compiles for {target}"
@@ -145,7 +145,9 @@ def _with_nvcc(gate: Gate) -> None:
 
 
 def _sanitized(gate: Gate, folder: Path, environment: dict[str, str], until: float) -> None:
-    """The memory checks once more, under compute-sanitizer; torch's caching allocator would hide what is out of bounds."""
+    """Repeat the memory checks under compute-sanitizer.
+
+    torch's caching allocator is disabled, because it would hide out-of-bounds accesses."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return

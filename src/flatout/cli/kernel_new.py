@@ -1,4 +1,4 @@
-"""`flatout kernel new`: a folder with a kernel that works, to be changed into one's own."""
+"""`flatout kernel new`: create a folder with a working example kernel."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from flatout.plan.errors import StorageError, UsageError
 TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
 EXAMPLE = "silu_mul"
 LEFT_OUT = {"triton": ("in_cuda.py", "kernel.cu"), "cuda": ("in_triton.py",), "both": ()}
-OTHER = {"triton": "cuda", "cuda": "triton"}  # lines of Python that are about the other one are left out as well
+OTHER = {"triton": "cuda", "cuda": "triton"}  # lines of Python about the other language are omitted too
 
 
 def write(name: str, way: str) -> None:
-    """Writes the folder ``name`` here. Raises UsageError for a name that Python cannot import, StorageError where it exists."""
+    """Write the folder ``name`` here.
+
+    Raises UsageError if Python cannot import the name, StorageError if the folder exists."""
     folder = Path(name)
     stem = folder.name
     if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):
-        raise UsageError(f"{stem!r} cannot be a kernel's name: it becomes a Python package. Use small letters, digits and _, as in `my_kernel`.")
+        raise UsageError(f"{stem!r} cannot be a kernel's name: the name becomes a Python package. Use lower-case letters, digits and _, as in `my_kernel`.")
     if folder.exists():
-        raise StorageError(f"{name} exists already. Choose another name, or remove it first.")
+        raise StorageError(f"{name} already exists. Choose another name, or remove it first.")
     try:
         folder.mkdir(parents=True)
         for source in sorted(TEMPLATE.iterdir()):
@@ -34,6 +36,6 @@ def write(name: str, way: str) -> None:
                 (folder / source.name.replace(EXAMPLE, stem)).write_text(text.replace(EXAMPLE, stem), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{name} cannot be written: {error.strerror}. Choose another folder.") from None
-    click.echo(f"{name}: a working kernel (silu(a) * b) with reference, cases and known-wrong variants. Change it into yours, and try it:\n"
+    click.echo(f"{name}: a working kernel (silu(a) * b) with its reference, cases and known-wrong variants. Edit it and run:\n"
                f"    flatout kernel check {name}\n    flatout kernel bench {name}\n    python -m pytest {name}")
 

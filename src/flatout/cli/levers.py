@@ -1,6 +1,8 @@
-"""`flatout levers`: the shelf."""
+"""`flatout levers`: list the levers, show one, or say why a session left some out."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -8,12 +10,24 @@ from rich.table import Table
 
 from flatout.levers import TABLE
 from flatout.plan.errors import UsageError
+from flatout.plan.folder import FOLDER, JobFolder
+from flatout.render import why_left_out
+from flatout.tune.session import load_session, newest_job
 
 
 @click.command()
 @click.argument("name", required=False)
-def command(name: str | None) -> None:
-    """List the levers in the order in which they act, or show the page of one."""
+@click.option("--why", is_flag=True, help="Say why the newest session left levers out.")
+@click.option("--job", type=click.Path(path_type=Path), metavar="DIRECTORY", help="With --why: the folder of another session.")
+def command(name: str | None, why: bool, job: Path | None) -> None:
+    """List the levers in the order in which they are applied, or show the page of one."""
+    if why or job:
+        folder = job or newest_job("session.json")
+        session = load_session(JobFolder(folder)) if folder is not None else None
+        if session is None:
+            raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
+        Console().print(why_left_out(session))
+        return
     if name is None:
         table = Table(box=None, padding=(0, 2))
         for column in ("lever", "acts", "may change", "what it does"):

@@ -1,4 +1,4 @@
-"""`flatout lr`: which learning rate to begin with."""
+"""`flatout lr`: find a learning rate to start with."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from flatout.tune.lr_range import FEWEST, Ranging
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--low", default=1e-6, show_default=True, type=click.FloatRange(0, min_open=True), help="The learning rate of the first step.")
-@click.option("--high", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True), help="The learning rate of the last step.")
-@click.option("--steps", default=150, show_default=True, type=click.IntRange(FEWEST), help="Steps from the lowest to the highest.")
+@click.option("--low", default=1e-6, show_default=True, type=click.FloatRange(0, min_open=True), help="Learning rate of the first step.")
+@click.option("--high", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Learning rate of the last step.")
+@click.option("--steps", default=150, show_default=True, type=click.IntRange(FEWEST), help="Steps from the lowest to the highest rate.")
 @click.option("--optimizers", default=OWN, show_default=True,
-              help="Optimizers to test, separated by commas: own, names of torch.optim, package.Class, with options: \"own,adamw,sgd(momentum=0.9)\".")
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time for all steps; fewer are taken where they would last longer.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the program's hashes; its own seeds stay.")
+              help="Optimizers to test: own, names of torch.optim or package.Class: \"own,adamw,sgd(momentum=0.9)\".")
+@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time for all steps; slow programs run fewer steps.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
 @question
 def command(low: float, high: float, steps: int, optimizers: str, budget: float, seed: int, job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
-    """See how the loss of a program, as it is, answers to its learning rate.
+    """Measure how the loss of an unchanged program depends on its learning rate.
 
-    The program is started, trains some steps of its own, and then has its learning rate raised by a constant factor from step to step (Smith, 2017).
-    Then it is stopped; its files are not touched. Of several optimizers each has its own test and then trains at the learning rate that was found, for the
-    same time of computing. The pictures are in lr.html in the job's folder.
+    flatout starts the program and lets it train a few steps. It then raises the learning rate by a constant
+    factor at each step (Smith, 2017), and stops the program. It does not touch the program's files.
+    With several optimizers, each gets its own test. Each then trains at the learning rate found, for the same
+    compute time. The charts are in lr.html in the job's folder.
     """
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")

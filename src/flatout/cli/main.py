@@ -1,4 +1,4 @@
-"""The `flatout` command. Subcommands are imported when they are called, so that `flatout --help` stays light."""
+"""The `flatout` command. Subcommands are imported when they are called, so that `flatout --help` starts quickly."""
 
 from __future__ import annotations
 
@@ -11,27 +11,38 @@ from flatout import __version__
 from flatout.plan.errors import FlatoutError
 from flatout.plan.legible import harmless
 
-COMMANDS = {
-    "tune": "Find the fastest plan for a program, and prove that it learns the same.",
-    "run": "Run a program under its plan.",
-    "rescue": "List what `flatout run --rescue` has kept, or write it as ordinary files.",
-    "profile": "See where the time and the memory of a step go, and what fixing it would bring.",
-    "batch": "See how speed and memory answer to the batch size, and how large a one still helps learning.",
-    "memory": "Foretell the peak memory of a training step, for any batch size.",
-    "scale": "Foretell a step on many devices: its time, its efficiency, what bounds it.",
-    "lr": "See how the loss answers to the learning rate, and which one to begin with.",
-    "trial": "Measure one run of a program and write its record.",
-    "plan": "Show a plan with its evidence, and the code that would do the same by hand.",
-    "report": "Write the pages of a session or a profile again.",
-    "kernel": "Check, measure or begin a kernel, ours or your own.",
-    "doctor": "Say whether this machine is ready to train, and how to mend what is not.",
-    "explain": "Explain an error: cause, line, and what mends it.",
-    "check": "Look for mistakes that raise nothing, in the source.",
-    "levers": "List the levers, or show the page of one.",
+GROUPS = {
+    "Tune and run": {
+        "tune": "Find the fastest plan, and check that it learns the same.",
+        "run": "Run a program under its plan, on one device or many.",
+        "plan": "Show a plan, its evidence, and the same as code.",
+        "report": "Write the report of a session or a profile again.",
+    },
+    "Look": {
+        "profile": "Measure where the time and memory of a step go.",
+        "check": "Find mistakes that raise no error.",
+        "explain": "Explain a crash: the cause, your line, the fix.",
+        "doctor": "Check that this machine is ready to train.",
+    },
+    "Large models and many devices": {
+        "memory": "Predict the peak memory of a step, for any batch size.",
+        "batch": "Measure speed, memory and use of larger batches.",
+        "lr": "Find the learning rate to start with.",
+        "scale": "Predict step time and efficiency on many devices.",
+    },
+    "Trust": {
+        "rescue": "List or export the checkpoints of `flatout run --rescue`.",
+        "levers": "List the optimisations, or say why one was left out.",
+        "trial": "Measure one run: steps, phases, exact losses.",
+        "kernel": "Check, measure or start a kernel, ours or your own.",
+    },
 }
+COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 
 class Commands(click.Group):
+    """Imports a subcommand when it is called, and lists them in groups."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -42,14 +53,15 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flatout")
 def flatout() -> None:
-    """A PyTorch training program, as it is, as fast as the machine allows, with the same results.
+    """Makes PyTorch training faster without editing your script, and checks that it still learns the same.
 
     \b
     flatout tune python train.py --lr 0.1     find the fastest plan
@@ -58,7 +70,7 @@ def flatout() -> None:
 
 
 def main() -> None:
-    """The only place that turns errors into exit codes."""
+    """The entry point. Only this function turns errors into exit codes."""
     try:
         code = flatout(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

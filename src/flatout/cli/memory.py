@@ -1,4 +1,4 @@
-"""`flatout memory`: what a training step will take, before it runs."""
+"""`flatout memory`: predict the memory of a training step before it runs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from flatout.tune.memory_forecast import Forecast, Question
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--batch", "sizes", default="", type=Sizes(), help="Batch sizes beside the script's own: 32,64,128.")
-@click.option("--memory-limit", type=Amount(), help="Find the largest batch that fits: 8GB, 500MiB. The device's own memory where it is left out.")
+@click.option("--batch", "sizes", default="", type=Sizes(), help="Batch sizes in addition to the script's own: 32,64,128.")
+@click.option("--memory-limit", type=Amount(), help="Find the largest batch that fits into 8GB or 500MiB. The default is the device's memory.")
 @click.option("--device", type=click.Choice(["own", "cuda"]), default="own", show_default=True,
-              help="cuda: as torch's allocator for CUDA would hand memory out, where the program itself runs on the CPU.")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Then measure real steps: of the script's own size, and of one asked for.")
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="The longest that one measurement may take.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the program's hashes; its own seeds stay.")
+              help="Allocator to simulate; `cuda` predicts GPU memory for a program that runs on the CPU.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Then measure real steps at the script's own batch size and one requested size.")
+@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
 @question
 def command(sizes: list[int], memory_limit: int | None, device: str, measure: bool, budget: float, seed: int, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
-    """Foretell the peak memory of a training step, and what fills it, for any batch size.
+    """Predict the peak memory of a training step, and its contents, for any batch size.
 
-    The program is started as it is. From its first batch on its operators run for shapes alone: nothing is computed, nothing is learned, and no memory
-    is taken. Then it is started again and some real steps are measured, to say how good the prediction was. The picture is memory.html in the job's folder.
+    flatout starts the unchanged program. From its first batch on, operators compute shapes only: they compute
+    no values and take no memory, and the program learns nothing. flatout then starts it again and measures
+    some real steps, to report the error of the prediction. The chart is memory.html in the job's folder.
     """
     asked = Asked("memory", words, job)
     record = MemoryForecast(**asked.header)

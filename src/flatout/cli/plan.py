@@ -1,4 +1,4 @@
-"""`flatout plan`: a plan with its evidence, and the code that would do the same by hand."""
+"""`flatout plan`: show a plan with its evidence and the equivalent code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_las
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--plan", "plan_path", default=None, help="A plan file; else the one for the command: as tuned, or flatout.toml beside the script.")
+@click.option("--plan", "plan_path", default=None, help="Plan file. The default is the tuned plan of the command, or flatout.toml next to the script.")
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
 @program
 def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> None:
-    """Show a plan: each lever with its value, origin and evidence, and the lines of code that would have the same effect."""
+    """Show a plan: each lever with its value, origin and evidence, and the equivalent lines of code."""
     if template:
         click.echo(TEMPLATE.to_toml(), nl=False)
         return
@@ -45,7 +45,7 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
 
 
 def _code(lever: Lever, value: Value, path: Path) -> str:
-    """The lines that do the same by hand. Raises PlanError for a value that the lever does not know."""
+    """Return the equivalent lines of code. Raises PlanError if the lever does not know the value."""
     try:
         lever.check(value)
         return lever.code(value)

@@ -1,4 +1,4 @@
-"""`flatout profile`: where the time and the memory of a step go."""
+"""`flatout profile`: show how a step spends its time and memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from flatout.probe.machine import look
 from flatout.tune.session import job_folder
 
 SHORTEST_S = 5.0
-LONG = 3  # times as many steps where memory alone is asked for
+LONG = 3  # times as many steps with --memory
 
 
 class Schedule(click.ParamType):
-    """``1,2,3``: steps of wait, of warm-up and of listening."""
+    """A profiler schedule (``1,2,3``): the numbers of wait, warm-up and active steps."""
 
     name = "wait,warmup,active"
 
@@ -36,34 +36,35 @@ class Schedule(click.ParamType):
             return value
         words = str(value).split(",")
         if len(words) != 3 or not all(word.strip().isdigit() for word in words) or int(words[2]) < 1:
-            self.fail(f"{value!r} is no schedule; write the steps of waiting, of warming up and of listening (at least 1), as in 1,2,3")
+            self.fail(f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3")
         return int(words[0]), int(words[1]), int(words[2])
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--steps", default=40, show_default=True, type=click.IntRange(1), help="Quiet steps that the times are taken from.")
-@click.option("--schedule", default="1,2,3", show_default=True, type=Schedule(), help="Steps that are listened to, after some of wait and warm-up.")
-@click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time to spend once the steps are steady; what-ifs use what is left.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to write the record, beside the job's folder.")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep the trace of the steps that were listened to (Chrome, Perfetto).")
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(1), help="Unprofiled steps to measure times from.")
+@click.option("--schedule", default="1,2,3", show_default=True, type=Schedule(), help="Profiler schedule: numbers of wait, warm-up and active steps.")
+@click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time to spend in steady state; what-ifs use the remaining time.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the record to this file too, besides the job's folder.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace of the profiled steps to this file (Chrome, Perfetto).")
 @click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write the figures as a TensorBoard log into this folder.")
-@click.option("--memory", is_flag=True, help="Memory alone, over three times as many steps; no operators, no what-ifs.")
+@click.option("--memory", is_flag=True, help="Profile memory only, over three times as many steps; no operators, no what-ifs.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record instead of tables.")
 @device_option
 @program
 def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path | None, trace: Path | None, tensorboard: Path | None, memory: bool,
             job: Path | None, as_json: bool, device: str | None, words: tuple[str, ...]) -> int:
-    """See where the time and the memory of a step go, in a program as it is.
+    """Show how a step of an unchanged program spends its time and memory.
 
-    The program is started, measured over quiet steps, listened to over a few more, and made faster on purpose in ways that are wrong (the
-    same batch again and again, an optimizer that does nothing), to see what mending a thing could bring. Then it is stopped. Its files
-    are not touched.
+    flatout starts the program, measures unprofiled steps, and profiles a few more. It then removes one cost
+    at a time, although this makes the results wrong: it repeats one batch, or skips the optimizer. These
+    what-ifs show the speed-up from fixing each bottleneck. Then flatout stops the program. It does not touch
+    the program's files.
     """
     if budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m.")
     if memory and trace is not None:
-        raise UsageError("--memory listens to no operators, so there is no trace to keep; leave --trace or --memory away.")
+        raise UsageError("--memory profiles no operators, so there is no trace to write. Remove --trace or --memory.")
     if tensorboard is not None:
         _tensorboard_or_usage()
     cmd = understand(words_or_usage(words, "profile"))
@@ -92,7 +93,7 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
 
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> ProfileRecord:
-    """Run a profile, and keep its record and its page in the folder. Raises FlatoutError, KeyboardInterrupt."""
+    """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
     record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
@@ -103,7 +104,7 @@ def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> Pr
 
 
 def _ceilings(facts: Facts) -> dict[str, float]:
-    """What `flatout doctor --bench` measured on this machine; nothing where it never ran."""
+    """Return the ceilings that `flatout doctor --bench` measured on this machine; empty if it never ran."""
     from flatout.measure.ceilings import load
 
     return load(facts, "cuda" if facts.cuda else "cpu") or {}
@@ -119,4 +120,4 @@ def _tensorboard_or_usage() -> None:
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs the package tensorboard, which is not installed here. `pip install tensorboard`, or leave the option away.")
+        raise UsageError("--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option.")

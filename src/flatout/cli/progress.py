@@ -1,4 +1,4 @@
-"""What `flatout tune` and `flatout profile` show while they work: the stage, the ratios so far, the time left."""
+"""Progress output of `flatout tune` and `flatout profile`: the stage, the ratios so far, the time left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 12
 
 
 class LiveProgress(Watcher):
-    """A table that is redrawn in a terminal; plain lines where the output is a file."""
+    """A table that is redrawn in a terminal, or plain lines in a file."""
 
     def __init__(self, console: Console, budget_s: float) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""How many ranks a command line asks for."""
+"""The command-line options for ranks: their number and how the program is split."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import click
 from flatout.plan.errors import UsageError
 
 OPTIONS = (
-    click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="As so many ranks on this machine what was written for one process."),
-    click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each."),
-    click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer."),
-    click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole."),
-    click.option("--divide-evaluation", is_flag=True, help="With several ranks: each computes its share of what is evaluated; else all of it on every rank."),
+    click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Number of ranks on this machine, for a single-process script."),
+    click.option("--gpus", default=0, type=click.IntRange(0), help="Number of ranks on this machine, each with its own CUDA device."),
+    click.option("--sync-batchnorm", is_flag=True, help="Normalise over the whole batch of all ranks; costs one exchange per layer."),
+    click.option("--whole", is_flag=True, help="Show the script whole batches on each rank, so that its counts cover all ranks."),
+    click.option("--divide-evaluation", is_flag=True, help="Split the evaluation between the ranks; otherwise each rank evaluates everything."),
     click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
-                 help="With several ranks: each keeps a part of weights, gradients and optimizer state; auto where they do not fit."),
-    click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before."),
+                 help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit."),
+    click.option("--rehearse", is_flag=True, help="Compare the ranks with one process again, even if an earlier rehearsal exists."),
 )
 
 
 @dataclass(frozen=True)
 class RanksAsked:
-    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
-    batches. ``divide_evaluation``: each rank computes its share. ``shard``: whether each keeps a part of weights, gradients and optimizer state.
-    ``again``: rehearse though it was done before.
+    """The rank options of a command line.
+
+    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``sync_batchnorm`` normalises
+    over all ranks. ``whole`` shows the script whole batches. ``divide_evaluation`` splits the evaluation
+    between ranks. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again``
+    repeats the rehearsal.
     """
 
     procs: int
@@ -39,7 +42,7 @@ class RanksAsked:
 
     @property
     def words(self) -> dict[str, str]:
-        """Of the value of `data_parallel`, those that a person decides."""
+        """The user's choices in the value of the lever `data_parallel`."""
         return {**({"batchnorm": "all"} if self.sync_batchnorm else {}), **({"evaluation": "divided"} if self.divide_evaluation else {})}
 
     @property
@@ -48,26 +51,26 @@ class RanksAsked:
 
     @property
     def at_least_two(self) -> RanksAsked:
-        """Where nodes have one rank each, two of them are rehearsed here."""
+        """The same with at least two ranks, to rehearse on one machine when each node has one rank."""
         return self if self.several else replace(self, procs=2)
 
     @property
     def title(self) -> str:
-        """What a plan is made for; "" for one process."""
+        """The ranks that a plan is made for; "" for one process."""
         return f"{self.procs} {'GPUs' if self.gpus else 'processes'}" if self.several else ""
 
 
 def options(command: Callable) -> Callable:
-    """The options that say how many ranks; ``ranks_asked`` reads them."""
+    """Add the rank options to a command; ``ranks_asked`` reads them."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
 def ranks_asked(given: dict[str, Any]) -> RanksAsked:
-    """Takes the values of the options out of ``given``. Raises UsageError."""
+    """Remove the rank options from ``given`` and return them. Raises UsageError."""
     procs, gpus = given.pop("procs"), given.pop("gpus")
     if gpus and procs > 1 and gpus != procs:
-        raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
+        raise UsageError(f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each.")
     return RanksAsked(max(procs, gpus), bool(gpus), again=given.pop("rehearse"),
                       **{name: given.pop(name) for name in ("sync_batchnorm", "whole", "divide_evaluation", "shard")})

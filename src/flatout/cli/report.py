@@ -1,4 +1,4 @@
-"""`flatout report`: write the report of a session or a profile again from its records."""
+"""`flatout report`: regenerate the pages of a session or a profile from its records."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import click
 
 from flatout.diagnose.kept import load_profile
 from flatout.plan.errors import UsageError
-from flatout.plan.folder import JobFolder, write_whole
+from flatout.plan.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
-from flatout.tune.session import FOLDER, load_session
+from flatout.tune.session import load_session, newest_job
 
 NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
 @click.command()
 @click.argument("job", required=False, type=click.Path(path_type=Path))
-@click.option("--open", "open_", is_flag=True, help="Show them in the browser.")
+@click.option("--open", "open_", is_flag=True, help="Open the pages in the browser.")
 def command(job: Path | None, open_: bool) -> None:
-    """Write report.html of a session, and profile.html of a profile, again. JOB is their folder; without one, the newest below .flatout."""
-    folder = JobFolder(job or _newest())
+    """Regenerate report.html of a session and profile.html of a profile.
+
+    JOB is their folder. The default is the newest folder below .flatout.
+    """
+    newest = job or newest_job("session.json", "profile.json")
+    if newest is None:
+        raise UsageError(f"there is no session and no profile below {FOLDER} here. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`.")
+    folder = JobFolder(newest)
     pages = _pages(folder)
     if not pages:
-        raise UsageError(f"there is no session and no profile in {folder.path}. `flatout tune COMMAND...` makes one, `flatout profile COMMAND...` the other; "
-                         f"`ls {FOLDER}` lists what there is.")
+        raise UsageError(f"there is no session and no profile in {folder.path}. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`; "
+                         f"`ls {FOLDER}` lists the existing folders.")
     for path, page in pages:
         write_whole(path, page)
         click.echo(str(path))
@@ -40,12 +46,5 @@ def _pages(folder: JobFolder) -> list[tuple[Path, str]]:
         return [*([(folder.report, report_html(session))] if session is not None else []),
                 *([(folder.profile_page, profile_html(profile))] if profile is not None else [])]
     except NOT_OF_ITS_FORM as error:
-        raise UsageError(f"the records in {folder.path} hold values that no record of flatout's has ({type(error).__name__}: {str(error)[:200]}). "
+        raise UsageError(f"the records in {folder.path} are invalid ({type(error).__name__}: {str(error)[:200]}). "
                          "Measure again: `flatout tune COMMAND...`, `flatout profile COMMAND...`.") from None
-
-
-def _newest() -> Path:
-    found = sorted([*Path(FOLDER).glob("*/session.json"), *Path(FOLDER).glob("*/profile.json")], key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise UsageError(f"there is no session and no profile below {FOLDER} here. `flatout tune COMMAND...` or `flatout profile COMMAND...` makes one.")
-    return found[-1].parent

@@ -1,4 +1,4 @@
-"""`flatout rescue`: what `flatout run --rescue` has kept of a program that was not written to be saved, and how to have it back."""
+"""`flatout rescue`: list and export the checkpoints that `flatout run --rescue` keeps of any program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import click
 
 from flatout.engine.rescue import KIND, where_of
 from flatout.plan.errors import SaveError, UsageError
+from flatout.plan.folder import FOLDER
 from flatout.plan.legible import harmless
 from flatout.render.wording import count, duration, size
 from flatout.state.manifest import Manifest
 from flatout.state.runs import earlier_runs
 from flatout.state.saves import Save, Saves, believed
-from flatout.tune.session import FOLDER
 
 RESCUE = "rescue"
 MANY = {"modules": "module", "optimizers": "optimizer", "schedulers": "scheduler", "scalers": "scaler", "tensors": "tensor"}
@@ -23,19 +23,22 @@ MANY = {"modules": "module", "optimizers": "optimizer", "schedulers": "scheduler
 
 @click.command()
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--to", "target", default=None, type=click.Path(path_type=Path), help="Write the newest save that can be believed into this new folder.")
-@click.option("--step", default=None, type=click.IntRange(min=0), help="With --to: not the newest save, but that of this step.")
+@click.option("--to", "target", default=None, type=click.Path(path_type=Path), help="Write the newest valid checkpoint into this new folder.")
+@click.option("--step", default=None, type=click.IntRange(min=0), help="Step of the checkpoint to write, instead of the newest; needs --to.")
 def command(folder: Path | None, target: Path | None, step: int | None) -> int:
-    """List what a run with --rescue has kept, or write it as ordinary state_dict files. DIR is a job's folder; without one, the newest below .flatout."""
+    """List the checkpoints of `flatout run --rescue`, or write one as ordinary state_dict files.
+
+    DIR is a job's folder. The default is the newest folder below .flatout.
+    """
     if step is not None and target is None:
-        raise UsageError("--step says which save is to be written. Say where: --to DIR.")
+        raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
     saves = Saves(_folder(folder))
     if target is not None:
         _write(_chosen(saves, step), target)
         return 0
     for run in (saves, *map(Saves, earlier_runs(saves.folder))):
         if run is not saves:
-            click.echo(f"\nof an earlier run, {run.folder}")
+            click.echo(f"\nfrom an earlier run, {run.folder}")
         else:
             click.echo(str(run.folder))
         for path in run.paths():
@@ -44,34 +47,34 @@ def command(folder: Path | None, target: Path | None, step: int | None) -> int:
 
 
 def _folder(given: Path | None) -> Path:
-    """The folder of saves. Raises UsageError where there are none."""
+    """Return the folder of checkpoints. Raises UsageError if there are none."""
     if given is None:
         found = sorted(Path(FOLDER).glob(f"*/{RESCUE}/step-*/manifest.json"), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise UsageError(f"nothing was kept below {FOLDER} here. `flatout run --rescue COMMAND...` keeps saves while a program trains.")
+            raise UsageError(f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains.")
         return found[-1].parent.parent
     for folder in (given, given / RESCUE):
         if Saves(folder).paths():
             return folder
-    raise UsageError(f"there are no saves in {given}. `flatout rescue` without a folder takes the newest job's; `ls {FOLDER}` lists the jobs.")
+    raise UsageError(f"there are no checkpoints in {given}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs.")
 
 
 def _chosen(saves: Saves, step: int | None) -> Save:
     if step is None:
         save, bad = saves.newest()
         for each in bad:
-            click.echo(f"flatout: {each.path} is left out: {each.why}", err=True)
+            click.echo(f"flatout: skipped {each.path}: {each.why}", err=True)
     else:
         path = next((path for path in saves.paths() if int(path.name.split("-")[1]) == step), None)
         if path is None:
-            raise UsageError(f"there is no save of step {step} in {saves.folder}. There are: {', '.join(path.name for path in saves.paths())}.")
+            raise UsageError(f"there is no checkpoint of step {step} in {saves.folder}. Available: {', '.join(path.name for path in saves.paths())}.")
         try:
             save = believed(path)
         except SaveError as error:
-            raise SaveError(f"{path} cannot be believed: {error}. `flatout rescue` shows what can.") from None
+            raise SaveError(f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints.") from None
     assert save is not None
     if save.manifest.kind != KIND:
-        raise SaveError(f"{save.path} was not made by `flatout run --rescue`, but by {harmless(save.manifest.kind)!r}. What made it reads it.")
+        raise SaveError(f"{save.path} was written by {harmless(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it.")
     return save
 
 
@@ -79,17 +82,17 @@ def _paragraph(path: Path) -> str:
     try:
         save = believed(path)
     except SaveError as error:
-        return f"  {path.name}  cannot be believed: {harmless(str(error))}"
+        return f"  {path.name}  not valid: {harmless(str(error))}"
     manifest, told = save.manifest, save.manifest.told
     epoch = f", epoch {count(told['epoch'])}" if told.get("epoch") else ""
     bytes_ = sum(stored.bytes for stored in manifest.files.values())
-    lines = [f"  {where_of(told, manifest.step)}{epoch}, {duration(told.get('ran_s'))} into the run, {_word(told.get('at'))}, {size(bytes_)}, believed"
+    lines = [f"  {where_of(told, manifest.step)}{epoch}, {duration(told.get('ran_s'))} into the run, {_word(told.get('at'))}, {size(bytes_)}, verified"
              + (f" (at {_word(told['why'])})" if told.get("why") not in (None, "interval") else "")]
     lines += [f"    {_word(held.get('name'))}  {MANY.get(str(held.get('kind')), '')} {_word(held.get('type'))}"
               + (f", {count(held['values'])} values" if held.get("values") else "") for held in _held(manifest)]
     if told.get("inside"):
-        moved = "an optimizer had changed some weights" if told.get("updated") else f"weights and optimizers are those of step {manifest.step}"
-        lines.append(f"    taken inside a step: {moved}, running statistics and random numbers may be further")
+        moved = "an optimizer had already updated some weights" if told.get("updated") else f"weights and optimizers are those of step {manifest.step}"
+        lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
     lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in manifest.left_out.items()]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Exact resume inside the program: which save it goes on from, and whether it may."""
+"""Exact resume inside the program: choose the checkpoint to resume from, and check that it can be used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from flatout.state.appointment import Appointment
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
 
-COST_S = 0.02  # of a save, where the first one was gone on from: what it cost was not known yet
-unlink = os.unlink  # as it is before the program's files are looked after
+COST_S = 0.02  # assumed cost of a checkpoint, if the one resumed from does not record it
+unlink = os.unlink  # the original, before flatout patches file functions
 
 if TYPE_CHECKING:
     from flatout.replay.again import Again
@@ -37,14 +37,16 @@ JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any], ranks: Ranks) -> Again | None:
-    """``asked``: ``anew``; ``shows``; ``rescue``: saves are wanted also where nobody goes on from them; ``insists``: what cannot be gone on with exactly is not
-    begun anew. None where this is no process whose training could be recorded."""
+    """Return the replay that resumes or records this process; None if its training cannot be recorded.
+
+    Keys of ``asked``: ``anew``; ``shows``; ``rescue``: keep checkpoints even if none can be resumed from;
+    ``insists``: exit, instead of starting from scratch, if an exact resume is impossible."""
     import torch
 
     from flatout.replay.again import Again, Outside, Way
 
     if why_not := ranks.why_not():
-        ranks.say(f"this program is not recorded, and cannot be gone on with exactly: {why_not}")
+        ranks.say(f"this program is not recorded and cannot be resumed exactly: {why_not}")
         return None
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
         return None
@@ -53,7 +55,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     try:
         appointment = ranks.appointment()
     except OSError as error:
-        ranks.say(f"this program is not recorded, and cannot be gone on with exactly: its ranks cannot agree on their saves: {error.strerror}")
+        ranks.say(f"this program is not recorded and cannot be resumed exactly: its ranks cannot agree on a save schedule: {error.strerror}")
         return None
     pulse.goes_on_exactly()
     again: Again | None = None
@@ -63,18 +65,18 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
-        """Ends the process: nothing of the program may run with tensors that have no values."""
-        then = "`flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew"
+        """Exit the process: the program must not run with tensors that have no values."""
+        then = "`flatout rescue` lists the checkpoints; `flatout run --resume --anew` starts from scratch"
         if not asked["insists"]:
             unlink(journal)
-            then = "It begins anew when it is started again; `flatout rescue` lists what is kept"
-        say_at_once(f"{ranks.prefix}cannot go on exactly: {why}. {then}.")
+            then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
+        say_at_once(f"{ranks.prefix}cannot resume exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
 
     def astray(why: str) -> NoReturn:
-        """Once a program becomes itself again, and reads its data on the way."""
+        """Replay the program once more and read its data this time; give up if that was done already."""
         if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
-            say_at_once(f"{why}; once more, with its data read on the way")
+            say_at_once(f"{why}; replaying again, now reading the data")
             unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
             become_again({FETCHES: "1"})
         refuse(why)
@@ -82,30 +84,30 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     def seam(through_s: float, trained_s: float) -> None:
         os.environ.pop(FETCHES, None)
         differs = drift(save.manifest.told["surroundings"], surroundings(torch)) if save is not None else []
-        if differs:  # what a program sets itself has been set by now
-            refuse(f"this is not how {save.path.name if save is not None else ''} was kept: {'; '.join(differs)}")
-        ranks.say(f"going on exactly after step {save.step if save is not None else 0}, come to in {through_s:.1f} s; training had taken {trained_s:.1f} s")
+        if differs:  # the program has made its own settings by now
+            refuse(f"the environment differs from that of {save.path.name if save is not None else ''}: {'; '.join(differs)}")
+        ranks.say(f"resumed exactly after step {save.step if save is not None else 0}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s")
         pulse.goes_on_here()
         at_seam()
 
     def left_alone(sentence: str) -> None:
         ranks.say(sentence)
         pulse.goes_on_exactly(False)
-        pulse.saved()  # the file that has shown it
+        pulse.saved()  # counts the file from which the program resumes itself
         if not asked["rescue"]:
             rescue.leave()
             rescue.may_begin = lambda: False
 
     state = None
     if unfinished:
-        why = f"of its last start there is no save to go on from: {unfinished}"
+        why = f"its last start left no checkpoint to resume from: {unfinished}"
         if asked["insists"]:
             refuse(why)
-        ranks.say(f"this program begins anew: {why}")
+        ranks.say(f"this program starts from scratch: {why}")
     if save is None and FETCHES in os.environ:
-        refuse("the save that it was on the way to is not there any more")
+        refuse("the checkpoint that it was resuming from no longer exists")
     if save is not None:
-        ranks.say(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
+        ranks.say(f"replaying the program up to step {save.step}, from {os.path.relpath(save.path)}")
         try:
             _may_go_on(torch, save)
             state = save.read(torch)["exact"]
@@ -123,13 +125,13 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
 
 
 def _ended(again: Again, rescue: Rescue) -> None:
-    """At the end of the process; one that has failed, or was to end, is gone on with."""
+    """Mark the run as ended at process exit, unless it failed or got a signal: such a run can be resumed."""
     if os.getpid() != again.pid:
         return
     failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if again.going:
-        what = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}" if failure is not None else "came to its end"
-        again.refuse(f"before the program had come to the place of the save, it {what}")
+        what = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}" if failure is not None else "exited"
+        again.refuse(f"before the program reached its resume point, it {what}")
     if failure is None and not rescue.signalled:
         again.ended()
 
@@ -140,7 +142,7 @@ def _place_of(failure: BaseException) -> str:
 
 
 class Ranks:
-    """Which of the ranks of one program this process is. ``folder``: of the saves of rank 0."""
+    """The rank of this process among the ranks of one program. ``folder`` holds the checkpoints of rank 0."""
 
     def __init__(self, torch: Any, rank: int, size: int, here: int, folder: Path) -> None:
         self.torch, self.rank, self.size, self.here = torch, rank, size, here
@@ -158,29 +160,29 @@ class Ranks:
         return cls(torch, int(names.get("RANK") or 0) if size > 1 else 0, size, int(names.get("LOCAL_WORLD_SIZE") or size), folder)
 
     def say(self, sentence: str) -> None:
-        """Once for all ranks."""
+        """Print the sentence once for all ranks."""
         if self.rank == 0:
             say_at_once(sentence)
 
     def why_not(self) -> str:
-        """Why its ranks cannot be gone on with, or ""."""
+        """Return why the ranks cannot be resumed, or ""."""
         if self.size == 1:
             return ""
         if standing() is not None:
-            return "flatout divides it between ranks (--procs)"
+            return "flatout runs it as several ranks (--procs)"
         if self.size != self.here:
             return "its ranks are on several machines"
         return "" if self.torch.distributed.is_available() else "this torch has no torch.distributed"
 
     def appointment(self) -> Appointment | None:
-        """Where ranks agree on their saves. Ranks of one launch have one parent."""
+        """Return the save schedule that the ranks share. The ranks of one launch have the same parent."""
         if self.size == 1:
             return None
         return Appointment(f"{os.environ['FLATOUT_JOB']}.{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", leads=self.rank == 0)
 
 
 class Told:
-    """What a save tells beside what `Again` adds to it: the journal, and the sources of the program."""
+    """Metadata of a checkpoint beyond what `Again` adds: the journal and the sources of the program."""
 
     def __init__(self, again: Again, journal: str, ranks: Ranks, launch: int) -> None:
         self.again, self.journal, self.ranks, self.launch = again, journal, ranks, launch
@@ -192,7 +194,7 @@ class Told:
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
         if why_not and why_not != self._why_not and not self.again.tape.broken:
-            say_at_once(f"{self.ranks.prefix}from here on this program could not be gone on with exactly: {why_not}")
+            say_at_once(f"{self.ranks.prefix}from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
         return found, self._why_not
 
@@ -200,7 +202,7 @@ class Told:
         for module in self._modules():
             file = os.path.abspath(getattr(module, "__file__", None) or "")
             if file not in self._sources and is_users(file):
-                self._sources[file] = _digest_of(file)  # as it is when it is first seen: what changes later is not what runs
+                self._sources[file] = _digest_of(file)  # at first sight: later edits do not affect the running program
         told = {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
         return {**told, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.again.met()}} if self.ranks.size > 1 else told
 
@@ -213,8 +215,10 @@ class Told:
 
 
 def newest_exact(folder: Path) -> tuple[Save | None, str]:
-    """The newest save of this program that can be believed, and gone on from exactly: its journal is there. Where there is none, why nobody can go on from the
-    newest one of a program that was interrupted; "" where it was not."""
+    """Return the newest valid checkpoint of this program that has its journal and can be resumed exactly.
+
+    If there is none, also return why the newest one cannot be resumed; "" if the program was not
+    interrupted."""
     why_not = ""
     for save in _of_this_program(folder):
         told = save.manifest.told
@@ -225,7 +229,9 @@ def newest_exact(folder: Path) -> tuple[Save | None, str]:
 
 
 def newest_of_all(folder: Path, ranks: Ranks) -> tuple[Save | None, str]:
-    """The same among saves that all ranks have made at one moment. Every rank comes to the same answer, for its own ``folder``."""
+    """Do the same for checkpoints that all ranks wrote at one moment.
+
+    Every rank gets the same answer, for its own ``folder``."""
     kept = [{save.step: save for save in _of_this_program(each)} for each in ranks.folders]
     whole = [step for step in sorted(set.intersection(*map(set, kept)), reverse=True) if _are_of_one_moment([of_rank[step] for of_rank in kept])]
     why_not = ""
@@ -234,11 +240,11 @@ def newest_of_all(folder: Path, ranks: Ranks) -> tuple[Save | None, str]:
         if not any(reasons):
             return kept[ranks.rank][step], ""
         why_not = why_not or next(filter(None, reasons))
-    return None, why_not or ("its ranks were not interrupted at a moment of which all have a save" if any(kept) else "")
+    return None, why_not or ("its ranks have no checkpoints from the same moment" if any(kept) else "")
 
 
 def _are_of_one_moment(saves: list[Save]) -> bool:
-    """Whether each group of ranks had met equally often, and the training of all had begun at one place."""
+    """Return whether all ranks ran equally many collectives per group and began to train at one place."""
     told = [save.manifest.told.get("ranks") or {} for save in saves]
     if len({(each.get("size"), each.get("launch")) for each in told}) != 1 or told[0].get("size") != len(saves):
         return False
@@ -247,7 +253,7 @@ def _are_of_one_moment(saves: list[Save]) -> bool:
 
 
 def _of_this_program(folder: Path) -> Iterator[Save]:
-    """Saves that can be believed and whose journal is there, the newest first."""
+    """Yield the valid checkpoints that have their journal, newest first."""
     for path in Saves(folder).paths():
         try:
             save = believed(path)
@@ -259,21 +265,21 @@ def _of_this_program(folder: Path) -> Iterator[Save]:
 
 
 def _may_go_on(torch: Any, save: Save) -> None:
-    """Raises CannotResume where something has changed on which the bits depend."""
+    """Raise CannotResume if something that affects the bits has changed."""
     told = save.manifest.told
     changed = [name for name, digest in told["sources"].items() if _digest_of(name) != digest]
     if changed:
-        raise CannotResume(f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was kept")
+        raise CannotResume(f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was saved")
     before = told["surroundings"]
     now = {**surroundings(torch), **{name: before.get(name) for name in LATER}}
     if before.get("devices") and not torch.cuda.device_count():
         now["devices"] = []
     differs = drift(before, now)
     if differs:
-        raise CannotResume(f"this is not where {save.path.name} was kept: {'; '.join(differs)}")
+        raise CannotResume(f"the environment differs from that of {save.path.name}: {'; '.join(differs)}")
 
 
-# What a program sets, or begins to use, after torch was imported.
+# Settings that a program makes, or devices that it begins to use, after torch was imported.
 LATER = ("threads", "threads between operators", "devices", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
 
 
@@ -285,7 +291,9 @@ def _digest_of(file: str) -> str:
 
 
 def _tidy(folder: Path, own: str) -> None:
-    """Journals of runs that nobody can go on from any more, and what lies beside them. What this one has made before its training lies beside its ``own``."""
+    """Delete journals of runs that can no longer be resumed, and the files next to them.
+
+    Files that this run wrote before its training are next to its ``own`` journal; they stay."""
     for path in folder.glob(f"{JOURNAL}*"):
         if path.name.startswith(own):
             continue

@@ -1,4 +1,6 @@
-"""`flatout run`: the real job, under its plan. Without a plan the program replaces this process, and nothing happens until it dies."""
+"""`flatout run`: run the real job under its plan.
+
+Without a plan the program replaces this process, and flatout acts only if it crashes."""
 
 from __future__ import annotations
 
@@ -30,31 +32,32 @@ from flatout.probe.machine import look
 from flatout.tune.session import differences, job_folder, key_of, plan_files
 
 ENTRY = "flatout.cli.attached:attach"
-RESCUE = "rescue"  # in the folder of a job
+RESCUE = "rescue"  # subfolder of a job's folder
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
+@click.option("--plan", "plan_path", default=None, help="Plan file, or `none`. The default is the plan tuned for this command, script, machine and versions.")
 @click.option("--with", "chosen", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
-              help="This lever too, whatever the plan says: --with autocast, --with 'local_sgd={every = 8}'. May be given several times.")
-@click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
+              help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.")
+@click.option("--budget", default=None, type=Duration(), help="Tune first for this long, if no plan fits.")
 @device_option
 @ranks.options
 @places.options
 @supervision.options(Duration())
-@click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
-@click.option("--rescue", is_flag=True, help="Keep verified saves of what trains: at intervals, at signals, at the end. `flatout rescue` lists them.")
-@click.option("--resume", is_flag=True, help="Go on exactly where this command was interrupted, of a program that was not written for it.")
-@click.option("--anew", is_flag=True, help="With --resume: begin anew, whatever there is to go on with.")
-@click.option("--replay-output", is_flag=True, help="With --resume: show again what the program prints on the way to its save.")
+@click.option("--watch", is_flag=True, help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.")
+@click.option("--rescue", is_flag=True, help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.")
+@click.option("--resume", is_flag=True, help="Resume exactly where this command was interrupted, without code for it in the script.")
+@click.option("--anew", is_flag=True, help="Start from scratch even if there is a checkpoint to resume from; needs --resume.")
+@click.option("--replay-output", is_flag=True, help="Show again what the program prints before its checkpoint; needs --resume.")
 @program
 def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, device: str | None, watch: bool, rescue: bool, resume: bool,
             anew: bool, replay_output: bool, words: tuple[str, ...],
             **elsewhere: Any) -> int:
     """Run a program under its plan.
 
-    The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
-    its share of every batch, after a rehearsal has shown that this learns the same; --nodes, --slurm, --ray and --k8s do so on several machines.
+    The program replaces this process, so its input, output, signals and exit code are its own. With --procs
+    or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
+    they learn the same. --nodes, --slurm, --ray and --k8s start the ranks on several machines.
     """
     cmd = understand(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
@@ -67,7 +70,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         return places.go(place, cmd, os.environ, options)
     facts = look()
     if asked.shard == "always" and not asked.several and place is None:
-        raise UsageError("--shard divides weights between ranks, and there is only one. Say how many there are: --procs 2 --shard always.")
+        raise UsageError("--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always.")
     made_for = asked.title if place is None else ""
     plan, remark = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
@@ -88,14 +91,14 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     if not watch and not keeps and not (plan is not None and len(plan)):
         _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
-        _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
+        _say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
         _become(becomes, dict(os.environ))
     return _become(becomes, {**_environment(plan or Plan(), facts, more), **watched.environment})
 
 
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any, more: dict[str, Any],
                   watched: supervision.Supervision) -> int:
-    """On this machine, or with the nodes of ``place``."""
+    """Run the program as ranks on this machine, or on the nodes of ``place``."""
     import secrets
 
     from flatout.cli.dividing import plan_of_ranks, run_divided
@@ -103,7 +106,7 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
     from flatout.launch.gang import launcher_of
 
     if cmd.closed:
-        raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
+        raise UsageError(f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option.")
     plan = plan_of_ranks(cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank)
     environment = _environment(plan, facts, more, seed=secrets.randbits(31))
     if place is not None and place.cluster == "ray":
@@ -118,20 +121,26 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
 
 
 def rescue_folder(cmd: Command, asked: bool) -> Path:
-    """Where the saves of this command are kept, from wherever the program goes; made only where somebody ``asked``."""
+    """Return the absolute folder for checkpoints of this command.
+
+    Create it only if the user ``asked`` for it."""
     folder = job_folder(cmd)
     return (writable(folder, asked=False) if asked else folder).path.resolve() / RESCUE
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:
-    """How long a step's FLOPs would take at the machine's measured peaks, from the profile of this command; empty where there is none."""
+    """Return the time of a step's FLOPs at the machine's measured peaks, from the profile of this command.
+
+    Empty if there is no profile."""
     seen = read_json(job_folder(cmd).path / "profile.json")
     mfu, step_ms = (seen.get("mfu"), seen.get("step_ms")) if isinstance(seen, dict) else (None, None)
     return {"ideal_ms": float(mfu) * float(step_ms)} if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float)) else {}
 
 
 def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str]:
-    """The plan, and what has to be said about it. A plan given by name is used wherever it comes from, and says so."""
+    """Return the plan and a remark about it.
+
+    A plan given by name is used even if it was made for something else; the remark says so."""
     key = key_of(cmd, facts, made_for)
     if given is not None:
         plan = read_plan(given)
@@ -141,7 +150,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     for path in plan_files(cmd, made_for):
         try:
             if why := distrusted(path, whose=cmd.script):
-                raise UsageError(f"the plan in {path} is not used: {why} (--plan {path} uses it all the same)")
+                raise UsageError(f"the plan in {path} is not used: {why} (--plan {path} uses it anyway)")
             plan = read_plan(str(path))
         except FlatoutError as error:
             remark = str(error)
@@ -150,7 +159,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
         if not strange:
             return plan, ""
         if not strange[0].startswith("another command"):
-            remark = f"the plan in {path} is not used: {'; '.join(strange)} (--plan {path} uses it all the same)"
+            remark = f"the plan in {path} is not used: {'; '.join(strange)} (--plan {path} uses it anyway)"
     return None, remark
 
 
@@ -171,13 +180,14 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked) 
 
 
 def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: int | None = None) -> dict[str, str]:
-    """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out.
+    """Return the environment for the program: the job with the plan, and the variables of PROCESS levers.
 
-    ``more``: what else the job says (``watch``, ``rescue``). ``seed``: several ranks must begin with the same random numbers, where the script does not seed
-    itself, and go through their sets in the same order.
+    Unavailable levers are skipped. ``more`` holds further keys of the job (``watch``, ``rescue``). ``seed``
+    gives several ranks the same random numbers, if the script sets no seed, and the same iteration order of
+    sets.
     """
-    # 0 and no random number: the ranks of several nodes have to agree, and each node comes here by itself.
-    hashes = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}  # sets go in the same order each time
+    # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.
+    hashes = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}  # fixes the iteration order of sets
     extra = {} if seed is None and not more.get("resume") else hashes
     left_out: list[tuple[str, str]] = []
     for lever in TABLE:
@@ -194,14 +204,14 @@ def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: i
     for sentence in private_caches(os.environ)[1]:
         _say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
-    # exec keeps the process number, which is how the program knows itself among its children.
+    # exec keeps the process ID, which distinguishes the program from its children.
     write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "seed": seed,
                      **more})
     return attached(job, extra, becomes=seed is None)
 
 
 def _listening() -> dict[str, str]:
-    """For a program that runs as it is: only its last words are heard."""
+    """Return the environment for a program that runs unchanged: only its crash report is written."""
     return listening(Path(tempfile.gettempdir()) / f"flatout-{uuid.uuid4().hex}.explained", becomes=True)
 
 

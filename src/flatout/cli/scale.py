@@ -1,4 +1,4 @@
-"""`flatout scale`: how a program would do on many devices, foretold from what it does on one."""
+"""`flatout scale`: predict the speed of a program on many devices from a measurement on one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from flatout.trial.blocks import Watcher
 from flatout.trial.parent import Trial, measure
 
 STEPS = 40
-# What neighbours cost beside the bytes: ResNet-50 takes 97 ms on one V100 and 103 on two, whose gradients need 0.9 ms (pytorch, benchmarks/distributed/ddp).
-# bench/scaling.py shows what it foretells of all other runs.
+# Cost of further devices beyond the transfers. ResNet-50 takes 97 ms on one V100 and 103 ms on two, whose
+# gradients need 0.9 ms (pytorch, benchmarks/distributed/ddp). bench/scaling.py compares its predictions with
+# all other runs.
 OVERHEAD = 0.062
 
 
-NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)  # what a foreign profile may raise
+NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)  # raised by an invalid profile
 
 
 class Share(click.ParamType):
-    """``6%``, ``0.06``: a share from 0 up to 1."""
+    """A share from 0 to 1: ``6%`` or ``0.06``."""
 
     name = "share"
 
@@ -43,40 +44,41 @@ class Share(click.ParamType):
         except ValueError:
             number = -1.0
         if not 0 <= number <= 1:
-            self.fail(f"{value!r} is no share; write 6% or 0.06")
+            self.fail(f"{value!r} is not a share; write 6% or 0.06")
         return number
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--gpus", default="1..64", show_default=True, help="Numbers of devices: 8, or 1,2,4, or 8..1024, which doubles.")
-@click.option("--network", required=True, help="What joins them: ib-ndr, ethernet-25g, nvlink4, ... or bandwidth=100Gb/s,latency=5us. A wrong name lists all.")
-@click.option("--inside", default=None, help="What joins the devices of one node, as nvlink4; then --network joins the nodes.")
-@click.option("--node", default=8, show_default=True, type=click.IntRange(1), help="Devices a node, where --inside is given.")
+@click.option("--gpus", default="1..64", show_default=True, help="Numbers of devices: 8, or 1,2,4, or 8..1024 (doubling).")
+@click.option("--network", required=True, help="Network: ib-ndr, nvlink4, ... (an unknown name lists all), or bandwidth=100Gb/s,latency=5us.")
+@click.option("--inside", default=None, help="Link between the devices of a node, as nvlink4; --network then connects the nodes.")
+@click.option("--node", default=8, show_default=True, type=click.IntRange(1), help="Devices per node, with --inside.")
 @click.option("--scaling", default="weak", show_default=True, type=click.Choice(["weak", "strong"]),
-              help="weak: each device has the program's batch. strong: all together have it.")
-@click.option("--strategies", default="ddp,fsdp,hybrid,local", show_default=True, help="Which ways to train; local changes what is learned.")
-@click.option("--local-steps", default=16, show_default=True, type=click.IntRange(1), help="Steps between two averages, of local SGD.")
+              help="weak: each device trains on the program's batch. strong: all devices share it.")
+@click.option("--strategies", default="ddp,fsdp,hybrid,local", show_default=True, help="Training strategies; local changes what the model learns.")
+@click.option("--local-steps", default=16, show_default=True, type=click.IntRange(1), help="Steps between two averages of local SGD.")
 @click.option("--compute-scale", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
-              help="How many times faster than the measured device the others are.")
-@click.option("--fixed", default=None, type=Share(), help="What a step costs however small its batch, as a share; else measured at half the batch (strong).")
-@click.option("--overhead", default=None, type=Share(), help="What neighbours cost beside the bytes, as a share of computing.  [default: 6.2%; on a CPU 0]")
-@click.option("--from", "profile", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Use this profile.json; nothing is run.")
-@click.option("--second", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A profile.json at another batch size, for strong scaling.")
-@click.option("--budget", default="2m", show_default=True, type=Duration(), help="The longest that measuring may take, once steps are steady.")
+              help="Speed of the target devices relative to the measured one.")
+@click.option("--fixed", default=None, type=Share(), help="Share of a step independent of the batch size; by default measured at half the batch (strong).")
+@click.option("--overhead", default=None, type=Share(), help="Cost of further devices beyond transfers, as a share of compute.  [default: 6.2%; on a CPU 0]")
+@click.option("--from", "profile", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Use this profile.json and run nothing.")
+@click.option("--second", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Use this profile.json at another batch size, for strong scaling.")
+@click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time limit for measuring in steady state.")
 @question
 def command(gpus: str, network: str, inside: str | None, node: int, scaling: str, strategies: str, local_steps: int, compute_scale: float,
             fixed: float | None, overhead: float | None, profile: Path | None, second: Path | None, budget: float, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
-    """Foretell how long a step of a program takes on many devices, and what would bound it there.
+    """Predict the time of a step on many devices, and what limits it there.
 
-    The program is measured on one device, as it is, and stopped; or a profile of it is used. The rest is computed: buckets of gradients, what of them
-    hides behind the backward pass, and a model of the links. The picture is scale.html in the job's folder.
+    flatout measures the unchanged program on one device and stops it, or reads an existing profile. It
+    computes the rest: gradient buckets, their overlap with the backward pass, and a model of the links. The
+    chart is scale.html in the job's folder.
     """
     devices, ways = read_devices(gpus), _strategies(strategies)
     between = read_link(network)
     near = read_link(inside, "--inside") if inside is not None else None
     if near is not None and between.inside:
-        raise UsageError(f"--network {network} joins the devices of one machine; with --inside, --network is what joins the machines, as ib-ndr.")
+        raise UsageError(f"--network {network} joins the devices of one machine. With --inside, --network must connect machines, as ib-ndr does.")
     seen = _read_profile(profile) if profile is not None else None
     def run(stage: object, save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
@@ -84,7 +86,7 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         if second is not None:
             record.second = timing_of(_read_profile(second))
             if not record.second.samples or record.second.samples == timing_of(found).samples:
-                raise UsageError(f"--second {second} says nothing of another batch size. `flatout profile` the program with another one.")
+                raise UsageError(f"--second {second} is not a profile at another batch size. Run `flatout profile` with another one.")
         elif scaling == "strong" and fixed is None and profile is None:
             record.second = _half(asked, found, record, budget, stage)
         record.overhead = overhead if overhead is not None else OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
@@ -100,7 +102,7 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
     except NOT_OF_ITS_FORM as error:
         if seen is None:
             raise
-        raise UsageError(f"{profile} holds values that no profile has ({type(error).__name__}: {str(error)[:200]}). `flatout profile COMMAND...` makes a new "
+        raise UsageError(f"{profile} is not a valid profile ({type(error).__name__}: {str(error)[:200]}). `flatout profile COMMAND...` writes a new "
                          "one.") from None
     return 0
 
@@ -116,24 +118,24 @@ def _strategies(text: str) -> list[str]:
     ways = list(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
     wrong = [way for way in ways if way not in STRATEGIES]
     if wrong or not ways:
-        raise UsageError(f"--strategies {text}: there are {', '.join(STRATEGIES)}.")
+        raise UsageError(f"--strategies {text} is invalid. The strategies are {', '.join(STRATEGIES)}.")
     return ways
 
 
 def _read_profile(path: Path) -> ProfileRecord:
-    """Raises UsageError where it is none, or one without steps."""
+    """Read a profile. Raises UsageError if the file is not a profile or has no steps."""
     data = read_json(path)
     try:
         record = ProfileRecord.from_json(data) if isinstance(data, dict) else None
     except (TypeError, AttributeError, ValueError):
         record = None
     if record is None or not record.step_ms or not record.phases:
-        raise UsageError(f"{path} holds no profile with steady steps. `flatout profile COMMAND...` makes one.")
+        raise UsageError(f"{path} is not a profile with steady steps. `flatout profile COMMAND...` writes one.")
     return record
 
 
 class OfProfile(Asked):
-    """The question as it is asked of a profile: its program need not be here, and the files lie beside it."""
+    """A prediction from a profile: its program need not be here, and the files are written next to it."""
 
     def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
         self.name, self.facts = "scale", look()
@@ -150,16 +152,18 @@ class Telling(Watcher):
 
 
 def _measured(asked: Asked, budget: float, stage: object) -> ProfileRecord:
-    """Quiet steps of the program, nothing else. Raises ProgramFailed, NothingMeasured."""
+    """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**asked.header)
     wishes = Wishes(STEPS, budget_s=budget, stages=frozenset())
     return Profiling(asked.command, asked.folder, asked.facts, wishes, record, {}, Telling(stage)).run()
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
-    """By the shares of the phases, so that their sum is the step. Raises NothingMeasured where a step is not made of phases."""
+    """Return the phases' times from their shares, so that they add up to the step.
+
+    Raises NothingMeasured if a step does not consist of phases."""
     if profile.unit != "step":
-        raise NothingMeasured("a step of this program is a closure that lasts seconds (LBFGS): its backward passes cannot be told from its steps.")
+        raise NothingMeasured("a step of this program is a closure that lasts seconds (LBFGS): its backward passes cannot be separated from its steps.")
     samples = round(profile.samples_per_s * (profile.step_ms or 0.0) / 1000, 6) if profile.samples_per_s else None
     return _timing(profile.phases, profile.step_ms or 0.0, samples, int(profile.scene.get("backwards_per_step") or 1))
 
@@ -170,26 +174,28 @@ def _timing(phases: dict[str, PhaseTime], step_ms: float, samples: float | None,
 
 
 def _take(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
-    """Times and bytes of one device into the record, and what has to be known about them into its notes."""
+    """Copy the times and bytes of one device into the record, and add notes about them."""
     record.timing, record.device, record.versions = timing_of(profile), profile.device, profile.versions
     record.tensor_bytes = [int(size) for size in profile.settings.get("gradient_bytes", ())]
     record.parameter_bytes = float(sum(record.tensor_bytes) or sum(profile.settings.get("dtypes", {}).values()))
     if not record.parameter_bytes:
-        raise NothingMeasured("this profile does not say how large the parameters are, so there is nothing to communicate. `flatout profile` makes a new one.")
+        raise NothingMeasured("this profile lacks the size of the parameters, so the communication is unknown. Run `flatout profile` again.")
     if not record.tensor_bytes:
-        record.notes.append("how large each gradient is was not seen, only their sum: they are taken to become ready evenly")
+        record.notes.append("the size of each gradient is unknown, only their sum: the model assumes that they become ready at an even rate")
     record.measured = f"{profile.steps} steps on {profile.device}, {'from ' + path if path else 'measured now'}"
     if record.timing.passes > 1:
-        record.notes.append(f"a step has {record.timing.passes} backward passes: DDP is taken to send after the last of them alone (no_sync)")
+        record.notes.append(f"a step has {record.timing.passes} backward passes: the model assumes that DDP sends after the last one only (no_sync)")
 
 
 def _half(asked: Asked, profile: ProfileRecord, record: ScaleRecord, budget: float, stage: object) -> Timing | None:
-    """The same program with half its batch, to see how its time answers to it; None, and a note, where that cannot be had."""
+    """Measure the program with half its batch, to learn how its time depends on the batch size.
+
+    Returns None and adds a note if that is impossible."""
     loader = profile.scene.get("training_loader")
     loaders = profile.scene.get("loaders") or []
     size = loaders[loader].get("batch_size") if isinstance(loader, int) and loader < len(loaders) else None
     if not size or size < 2:
-        record.notes.append("half the batch could not be measured: the program prepares its batches itself, or has a single sample in each")
+        record.notes.append("half the batch could not be measured: the program builds its batches itself, or each has a single sample")
         return None
     Telling(stage).stage("measuring", f"half the batch, {size // 2}")
     choice = Choice("batch_size", {"size": size // 2, "loader": loader})
@@ -210,7 +216,7 @@ def _foretell(record: ScaleRecord, ways: list[str], devices: list[int], overhead
     work = Work(scaled(record.timing, factor), tuple(record.tensor_bytes) or evenly(record.parameter_bytes), record.parameter_bytes, second,
                 record.fixed_share if record.fixed_share is not None else FIXED_SHARE, record.overhead, record.local_steps)
     if "hybrid" in ways and record.inside is None:
-        record.notes.append("hybrid is left out: it shards inside nodes, and without --inside there are none of several devices")
+        record.notes.append("hybrid is left out: it shards inside nodes, and without --inside each node has one device")
         ways = [way for way in ways if way != "hybrid"]
     record.notes += _assumptions(record, ways, overhead)
     fabric = Fabric(record.network, record.inside, record.node)
@@ -218,24 +224,24 @@ def _foretell(record: ScaleRecord, ways: list[str], devices: list[int], overhead
 
 
 def _assumptions(record: ScaleRecord, ways: list[str], overhead: float | None) -> list[str]:
-    """What was said or taken, and not measured."""
+    """Return notes on the assumptions: values that were given or assumed, not measured."""
     notes = []
     if record.compute_scale != 1.0:
-        notes.append(f"--compute-scale {record.compute_scale:g}: forward, backward and optimizer are taken to be {record.compute_scale:g} times faster than "
-                     f"measured on {record.device}; nobody has measured that. What the host does keeps its time")
+        notes.append(f"--compute-scale {record.compute_scale:g}: forward, backward and optimizer are assumed to be {record.compute_scale:g} times faster than "
+                     f"measured on {record.device}; this is not measured. The host's share keeps its time")
     if record.overhead:
-        whence = "as you said" if overhead is not None else "ResNet-50 on 2 V100, PyTorch's own benchmark; --overhead says otherwise"
-        notes.append(f"neighbours cost {record.overhead:.1%} of computing beside the bytes: hooks, copies into buckets, the pace of the slowest ({whence})")
+        whence = "from --overhead" if overhead is not None else "ResNet-50 on 2 V100, PyTorch's own benchmark; --overhead overrides it"
+        notes.append(f"further devices cost {record.overhead:.1%} of compute beyond transfers: hooks, copies into buckets, the slowest device ({whence})")
     if record.scaling == "strong" and record.second is None:
         share = record.fixed_share if record.fixed_share is not None else FIXED_SHARE
-        notes.append(f"{share:.0%} of a step's computing is taken to stay however small the batch; measure another batch size and give it with --second")
+        notes.append(f"{share:.0%} of a step's compute is assumed to be independent of the batch; --second measures it with another batch size")
     elif record.scaling == "strong" and record.second is not None and record.second.samples:
-        notes.append(f"how the time answers to the batch comes from a second one of {record.second.samples:,.0f} samples; beyond the two it is their line")
+        notes.append(f"the dependence on the batch comes from a second one of {record.second.samples:,.0f} samples; other sizes are on the line through both")
     if record.inside is None and record.network is not None and not record.network.inside:
-        notes.append("each device is taken to be a node of its own; --inside nvlink4 --node 8 says what joins them")
+        notes.append("each device is assumed to be its own node; --inside nvlink4 --node 8 describes nodes of several devices")
     if "local" in ways:
-        notes.append(f"local SGD averages parameters every {record.local_steps} steps: it learns something else than the other ways")
-    return [*notes, "links are as their makers and NCCL state them, with nobody else on them"] if not _by_hand(record.network) else notes
+        notes.append(f"local SGD averages parameters every {record.local_steps} steps: its results differ from those of the other strategies")
+    return [*notes, "link rates are those stated by their vendors and NCCL, without other traffic"] if not _by_hand(record.network) else notes
 
 
 def _by_hand(link: Link | None) -> bool:

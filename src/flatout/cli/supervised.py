@@ -1,6 +1,7 @@
-"""What `flatout run --supervise` becomes: the parent of the program. It imports next to nothing, because it stays for as long as the program runs.
+"""The supervisor process of `flatout run --supervise`: the parent of the program.
 
-Not a command of its own: `flatout run` replaces itself with it, so that the job keeps its process number.
+It imports very little, because it stays in memory as long as the program runs. It is not a command:
+`flatout run` replaces itself with it, so that the job keeps its process ID.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from flatout.plan.legible import harmless
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...; HANG_AFTER may be "-", TITLE is what a person has typed."""
+    """Supervise a command. Arguments: RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...
+
+    HANG_AFTER may be "-"; TITLE is the command as the user typed it."""
     restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
     terms = Terms(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()
@@ -40,14 +43,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def own_job() -> Path | None:
-    """The job that was made for this very run, and ends with it; where `flatout run` was started inside another, that one's is not ours."""
+    """Return the job created for this run, which ends with it; not that of an enclosing `flatout run`."""
     path = os.environ.get("FLATOUT_JOB")
     told = read_json(Path(path)) if path else None
     return Path(path) if path and isinstance(told, dict) and told.get("pid") == os.getpid() else None
 
 
 def say(sentence: str) -> None:
-    """To the person in front of the program; nobody may be there any more."""
+    """Write to standard error, which may already be closed."""
     try:
         sys.stderr.write(f"flatout: {harmless(sentence)}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The options of `flatout run` that have the program watched over, and what takes the program's place then."""
+"""The supervision options of `flatout run`, and the command that starts the supervisor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
-    """``duration`` reads 90s, 5m, 1h."""
+    """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
     given = (
-        click.option("--supervise", is_flag=True, help="Watch over the program: end it where it hangs, start it again from its newest save (--restarts)."),
-        click.option("--grace", default=None, type=duration, help=f"With --supervise: time for a last save after SIGTERM.  [default: {GRACE_S:g}s]"),
-        click.option("--hang-after", default=None, type=duration, help="With --supervise: the least silence that is suspected.  [default: 10s]"),
-        click.option("--on-nan", default=None, type=click.Choice(["ignore", "stop"]), help="With --supervise: what a loss that is NaN or infinite does.  "
+        click.option("--supervise", is_flag=True, help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts)."),
+        click.option("--grace", default=None, type=duration, help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]"),
+        click.option("--hang-after", default=None, type=duration, help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]"),
+        click.option("--on-nan", default=None, type=click.Choice(["ignore", "stop"]), help="Reaction to a NaN or infinite loss, with --supervise.  "
                      "[default: ignore]"),
     )
 
@@ -37,7 +37,7 @@ def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a command line asks for; ``asked`` is whether it asks for any."""
+    """The supervision options of a command line; ``asked`` is whether --supervise is given."""
 
     asked: bool
     restarts: int
@@ -46,10 +46,11 @@ class Supervision:
     on_nan: str
 
     def over(self, command: Command, incidents: Path) -> Command:
-        """The command that watches over ``command``, or ``command`` itself."""
+        """Return the command that supervises ``command``, or ``command`` itself."""
         if not self.asked:
             return command
-        # -I and -S: our own hook, and whatever else a site does, is for the program; a folder with a json.py in it is none of ours.
+        # -I and -S: flatout's hook and site customisations are for the program only. The options also prevent
+        # the import of, for example, a json.py in the current folder.
         begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.cli.supervised import main; sys.exit(main())"
         after = "-" if self.hang_after_s is None else str(self.hang_after_s)
         words = (sys.executable, "-I", "-S", "-c", begin, str(self.restarts), str(self.grace_s), after, str(incidents.absolute()), " ".join(command.typed),
@@ -62,19 +63,21 @@ class Supervision:
 
 
 def supervision(given: dict[str, Any]) -> Supervision:
-    """Takes the values of the options out of ``given``; --restarts is its own only where it is asked for. Raises UsageError."""
+    """Remove the supervision options from ``given`` and return them; --restarts only with --supervise.
+
+    Raises UsageError."""
     asked, grace_s, hang_after_s, on_nan = (given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan"))
     if not asked:
         for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
             if value is not None:
-                raise UsageError(f"{option} is for a program that is watched over. Add --supervise.")
+                raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
         return Supervision(False, 0, GRACE_S, None, "ignore")
     elsewhere = next((name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None)
     if elsewhere is not None:
-        raise UsageError(f"--supervise watches over processes of this machine, and --{elsewhere} starts them by an agent on each node, which restarts them "
-                         "itself: --restarts N without --supervise.")
+        raise UsageError(f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
+                         "itself. Use --restarts N without --supervise.")
     restarts = given.get("restarts")
     given["restarts"] = None
     if restarts is not None and restarts < 0:
-        raise UsageError(f"--restarts {restarts}: a number from 0 on.")
+        raise UsageError(f"--restarts {restarts} is negative. Give 0 or a positive number.")
     return Supervision(True, RESTARTS if restarts is None else restarts, GRACE_S if grace_s is None else grace_s, hang_after_s, on_nan or "ignore")

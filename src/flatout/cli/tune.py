@@ -40,18 +40,18 @@ SHORTEST_S = 5.0
 
 @click.command(context_settings=PROGRAM)
 @click.option("--budget", default=None, type=Duration(),
-              help="Time to spend: 90s, 5m, 1h.  [default: 90s; 5m where a start takes over 10s, a step over 100ms, or compiling usually pays]")
+              help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling usually pays]")
 @click.option("--effects", default="exact,rounding,precision,resampled", show_default=True,
-              help="What levers may change; without `precision`, nothing is multiplied or sent in half precision.")
-@click.option("--levers", "only", default=None, help="Only these levers, separated by commas. See `flatout levers`.")
+              help="Effects that levers may have; without `precision`, nothing is computed or sent in half precision.")
+@click.option("--levers", "only", default=None, help="Try only these levers, separated by commas; see `flatout levers`.")
 @click.option("--by-name", "named", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
-              help="A lever that changes what is learned, beside the plain program with its loss curve, never in the plan: 'local_sgd={every = 8}'.")
-@click.option("--horizon", default="1h", show_default=True, type=Duration(), help="How long the real job will run; a warm-up must be repaid within it.")
-@click.option("--memory-limit", "limit", default=None, type=Amount(), help="What the tensors of a step may take, 8GB or 800MiB: the fastest plan that fits.")
-@click.option("--no-write", is_flag=True, help="Do not write flatout.toml beside the script.")
+              help="Also measure a lever that changes results, with loss curve, outside the plan: 'local_sgd={every = 8}'.")
+@click.option("--horizon", default="1h", show_default=True, type=Duration(), help="Duration of the real job; warm-up costs must pay off within it.")
+@click.option("--memory-limit", "limit", default=None, type=Amount(), help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.")
+@click.option("--no-write", is_flag=True, help="Do not write flatout.toml next to the script.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
-@click.option("--ray", default=None, metavar="ADDRESS", help="Measure on the nodes of a Ray cluster that is there, at once: HOST:PORT, or auto.")
-@click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
+@click.option("--ray", default=None, metavar="ADDRESS", help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.")
+@click.option("--again", is_flag=True, help="Start a new session, even if an interrupted one could continue.")
 @device_option
 @ranks.options
 @program
@@ -59,9 +59,9 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
             job: Path | None, ray: str | None, again: bool, device: str | None, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
-    The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
-    files are not touched. What is found is written to flatout.toml, session.json and report.html. With --procs or --gpus it is tuned as several
-    ranks, which are measured beside one process.
+    flatout starts the program several times, measures whole steps including data loading, and stops it. It
+    does not touch the program's files. The results are in flatout.toml, session.json and report.html. With
+    --procs or --gpus it tunes several ranks and compares them with one process.
     """
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
     if budget is not None and budget < SHORTEST_S:
@@ -79,9 +79,11 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
 
 def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
          asked: ranks.RanksAsked | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
-    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks; ``ray``: on that cluster."""
+    """Run one tuning session; `flatout run --budget` calls this too.
+
+    ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
     if ray is not None and asked is not None and asked.several:
-        raise UsageError("--ray measures one process on each of several machines, --procs and --gpus several ranks on this one. Give one of them.")
+        raise UsageError("--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them.")
     cmd = understand(words)
     facts = look()
     made_for = asked.title if asked is not None else ""
@@ -94,7 +96,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     save_session(folder, session)
     how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
     console, kills = Console(stderr=True), oom_kills()
-    # A terminated tuner must end its programs as an interrupted one does.
+    # On SIGTERM, end the programs in the same way as on Ctrl-C.
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with LiveProgress(console, session.budget_s - session.spent_s) as progress:
@@ -110,14 +112,14 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"
         save_session(folder, session)
-        kept = f"{len(session.blocks)} measured blocks are kept in {folder.session}"
+        kept = f"{len(session.blocks)} measured blocks are saved in {folder.session}"
         console.print(f"flatout: interrupted. {kept}; the same command continues from there.", markup=False, soft_wrap=True)
         raise
     finally:
         if elsewhere is not None:
             session.machine["nodes"] = {"measured": elsewhere.hosts, "left_out": elsewhere.left_out}
             for sentence in elsewhere.left_out:
-                console.print(f"flatout: a node was left out: {sentence}", markup=False, soft_wrap=True)
+                console.print(f"flatout: skipped a node: {sentence}", markup=False, soft_wrap=True)
             elsewhere.close()
     session.status, session.message = "done", verdict(session)
     if profile is not None:
@@ -125,12 +127,14 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
         _tell_the_profile(folder, profile, session)
     _finish(folder, session)
     if write_plan(folder, session, cmd, beside) is None and beside:
-        sys.stderr.write(f"flatout: flatout.toml cannot be written beside the script; the plan is in {folder.plan}\n")
+        sys.stderr.write(f"flatout: cannot write flatout.toml next to the script; the plan is in {folder.plan}\n")
     return session, folder
 
 
 def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RanksAsked, session: SessionRecord) -> dict[str, Any]:
-    """What a search over ranks begins with, once it has been seen that the program divides. Raises CannotDivide, ProgramFailed."""
+    """Rehearse the program as ranks, and return the starting arguments of a search over ranks.
+
+    Raises CannotDivide, ProgramFailed."""
     from flatout.cli.dividing import rehearsed
     from flatout.launch.gang import launcher_of
 
@@ -141,7 +145,7 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RanksAsked, session: Sess
 
 
 def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:
-    """What came of its findings is written beside them, in its record and on its page."""
+    """Add the measured speed-ups to the profile's findings, in its record and on its page."""
     from flatout.render.profile_report import profile_html
 
     profile.findings = with_measured(profile.findings, session.levers)
@@ -162,7 +166,7 @@ def _effects(text: str) -> frozenset[Effect]:
     except ValueError as error:
         raise UsageError(f"{error}; use some of exact, rounding, precision, resampled.") from None
     if not found or Effect.CHANGES_MATH in found:
-        raise UsageError("--effects takes some of exact, rounding, precision, resampled. What changes the maths is chosen by name in a plan alone.")
+        raise UsageError("--effects takes some of exact, rounding, precision, resampled. Levers that change the maths can only be chosen by name in a plan.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What stands under the traceback of a program that was run by flatout. Imported only when one dies."""
+"""The explanation below the traceback of a program that flatout ran. Imported only after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.plan.failure import FailureRecord
 
 
 def explain(error: BaseException) -> list[str]:
-    """The entry that the program's last words are asked of: lines, or none where the failure is unknown."""
+    """Return the lines that explain an error; none if the failure is unknown. The crash report calls this."""
     failure = look(error)
     finding = explained(failure)
     if finding is None:
@@ -19,7 +19,9 @@ def explain(error: BaseException) -> list[str]:
 
 
 def of_death(code: int | None, log: str, oom_kills: int | None) -> list[str]:
-    """For a program that a signal has ended, which could say nothing itself. ``oom_kills`` are those of the group of processes meanwhile."""
+    """Explain the death of a program by a signal, which leaves no traceback.
+
+    ``oom_kills`` is the number of OOM kills in its process group during the run."""
     if code is None or not (code < 0 or 128 < code < 160):
         return []
     failure = FailureRecord(signal=-code if code < 0 else code - 128, around=log.split("\n")[-80:], facts={"oom_kills": oom_kills or 0})

@@ -1,7 +1,8 @@
-"""`flatout run --watch`: a live line about the training, on standard error, while the program's own output stays what it is.
+"""`flatout run --watch`: a live status line on standard error, without changes to the program's output.
 
-In a terminal the line has the last row to itself: the rows above scroll without it (DECSTBM, as apt's progress bar does). Where standard
-error is a file, a line is written every half minute. Counting costs the step a few calls; the figures are made by a thread, once a second.
+In a terminal the line occupies the last row, and the rows above scroll (DECSTBM, as apt's progress bar does).
+If standard error is a file, a line is written every 30 s. Counting costs a few calls per step; a thread
+computes the figures once a second.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ EVERY_S = {True: 1.0, False: 30.0}  # in a terminal, and in a file
 
 
 class Counting:
-    """What the steps leave behind: how many, and how long they waited for data. Two hooks of its own, written by the program's thread alone.
+    """Counters of steps and of the time spent waiting for data, kept by two hooks in the program's thread.
 
-    How many samples a step has is learnt from the first steps, before the Scene rests; counting them in each would cost more than all the rest.
+    The samples per step come from the first steps, while the Scene is still active; counting them in every
+    step would cost more than everything else.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Counting:
         ledger.set(iterator, "__next__", self._waited(iterator.__next__))
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        """Of several optimizers the first one stands for the step."""
+        """Count a step; of several optimizers, only the first counts."""
         if self._counted is None:
             self._counted = id(optimizer)
         if id(optimizer) == self._counted:
@@ -64,7 +66,7 @@ class Counting:
 
 
 class WatchedJob(Attached):
-    """The real job; once its levers are in place, counted until its end."""
+    """The real job, counted until its end once its levers are applied."""
 
     def __init__(self, job: dict[str, Any], torch: Any) -> None:
         self.counts = Counting()
@@ -74,7 +76,7 @@ class WatchedJob(Attached):
         super().__init__(job, torch)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
-        """The first tensor that enters the first of the root modules stands for the batch."""
+        """Count samples by the first tensor argument of the first root module."""
         first = next((value for value in (*args, *kwargs.values()) if hasattr(value, "shape")), None)
         if first is not None and len(first.shape) and root is self.scene.roots[0]:
             self.samples += int(first.shape[0])
@@ -88,7 +90,7 @@ class WatchedJob(Attached):
 
 
 class LiveLine:
-    """Begins with the first steps that are counted, and ends with the process: with one line that sums up."""
+    """The live line: starts with the first counted steps, and ends with a summary when the process exits."""
 
     def __init__(self, stream: TextIO, counts: Counting, torch: Any, known: dict[str, float], device: Any, every_s: float | None = None) -> None:
         self.stream, self.counts, self.torch, self.known, self.device = stream, counts, torch, known, device
@@ -111,18 +113,19 @@ class LiveLine:
                 else:
                     say(text)
         except (OSError, ValueError):
-            return  # nobody reads standard error any more; the program goes on
+            return  # standard error is closed; the program continues
 
     def _now(self) -> tuple[float, int, int]:
         return seconds(), self.counts.steps, self.counts.waited_ns
 
     def sentence(self, since: tuple[float, int, int]) -> str:
-        """The figures between two moments: ``1,234 samples/s | 82.3 steps/s | waits for data 12 % | 1.8 of 2 cores | 1.2 GiB``."""
+        """Return the figures since a moment, such as
+        ``1,234 samples/s | 82.3 steps/s | waits for data 12 % | 1.8 of 2 cores | 1.2 GiB``."""
         now = self._now()
         passed_s = max(now[0] - since[0], 1e-9)
         steps, waited_ns = (new - old for new, old in zip(now[1:], since[1:], strict=True))
         if not steps:
-            return "no step has ended just now | " + " | ".join(self.machine.seen())
+            return "no step finished | " + " | ".join(self.machine.seen())
         samples = steps * self.counts.samples_a_step
         parts = [f"{figure(samples / passed_s)} samples/s"] if samples else []
         parts += [f"{figure(steps / passed_s)} steps/s", f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %", *self.machine.seen()]
@@ -131,7 +134,7 @@ class LiveLine:
         return " | ".join(parts)
 
     def close(self) -> None:
-        """Give the row back and sum up. Of a process that was forked off, nothing."""
+        """Release the row and print the summary. Does nothing in a forked process."""
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
@@ -143,20 +146,20 @@ class LiveLine:
             steps = self.counts.steps - self.first[1]
             peak = size(peak_bytes(self.torch, self.device))
             if steps:
-                say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; at most {peak}")
+                say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; peak memory {peak}")
         except (OSError, ValueError):
             return
 
 
 class Machine:
-    """What the process and the model's ``device`` do, by psutil and, where that is a GPU, NVML."""
+    """Load of the process (psutil) and of the model's ``device`` (NVML, if that is a GPU)."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         import psutil
 
         self.torch, self.device = torch, device
         self.process = psutil.Process()
-        self.process.cpu_percent()  # the first answer is about nothing
+        self.process.cpu_percent()  # the first call returns a meaningless value
         self.cores = len(self.process.cpu_affinity()) if hasattr(self.process, "cpu_affinity") else psutil.cpu_count() or 1
         self.nvml = _nvml(torch, device) if device.type == "cuda" else None
 
@@ -175,7 +178,7 @@ class Machine:
 
 
 def _nvml(torch: Any, device: Any) -> tuple[Any, Any] | None:
-    """NVML and its handle of a device, by what no numbering changes; None where there is no NVML."""
+    """Return NVML and its handle of a device, found by UUID; None without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -188,7 +191,9 @@ def _nvml(torch: Any, device: Any) -> tuple[Any, Any] | None:
 
 
 class StatusRow:
-    """The last row of a terminal. Source: DEC's DECSTBM, DECSC and DECRC, which every terminal of today knows."""
+    """The last row of a terminal.
+
+    Uses DEC's DECSTBM, DECSC and DECRC, which all current terminals support."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -200,7 +205,8 @@ class StatusRow:
             return
         words = ""
         if rows != self.rows:
-            # A line further, so that the program's own last line is not where ours will be; then everything above scrolls alone.
+            # Move one line down, so that the program's last line is not in our row.
+            # After that, only the rows above scroll.
             words, self.rows = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A", rows
         self._write(f"{words}\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{('flatout: ' + text)[: columns - 1]}\x1b[0m\x1b8")
 

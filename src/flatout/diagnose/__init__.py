@@ -1,1 +1,4 @@
-"""Room 4: turns what was read, measured or thrown into Findings. Adding a rule is one file in rules/ and one line in its table."""
+"""Turns source, profiles and exceptions into Findings.
+
+To add a rule, write one file in rules/ and add one line to its table.
+"""

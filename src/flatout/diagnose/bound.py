@@ -1,22 +1,23 @@
-"""What limits a step: data, copies, the optimizer, Python, launches, memory or compute. Named by the largest share of the step.
+"""Names what limits a step: data, copies, the optimizer, Python, launches, memory or compute.
 
-Where a what-if was measured, its share is what the step lost under it. What is left is split among Python and the operators, by the time
-that was heard in them.
+The bound is the largest share of the step. A measured what-if gives its share directly: the part of the step
+that it removes. The rest is split between Python and the operators in proportion to the time recorded in
+them.
 """
 
 from __future__ import annotations
 
 from flatout.plan.profile import Operation, ProfileRecord
 
-SHORT_US = 10.0  # a call shorter than this is mostly the way to it
+SHORT_US = 10.0  # a shorter call is mostly launch overhead
 BY_WHAT_IF = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 OF_PYTHON = ("syncs", "logging", "gc")
-WITHOUT = {"loader": "batches that were there already", "copies": "batches on the device already", "optimizer": "an optimizer that does nothing",
-           "syncs": "no waiting for values", "logging": "no messages", "gc": "no garbage collection"}
+WITHOUT = {"loader": "batches prepared in advance", "copies": "batches on the device already", "optimizer": "an optimizer that does nothing",
+           "syncs": "no synchronisation", "logging": "no messages", "gc": "no garbage collection"}
 
 
 def shares(profile: ProfileRecord) -> dict[str, float]:
-    """Of the step, by bound; what could not be told is absent. Their sum is at most about 1."""
+    """The share of the step by bound, without unknown bounds. The shares add up to at most about 1."""
     found: dict[str, float] = {}
     for bound, name in BY_WHAT_IF.items():
         gain = gain_of(profile, name)
@@ -41,7 +42,7 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
 
 
 def gain_of(profile: ProfileRecord, name: str) -> float | None:
-    """The share of the step that went away under a what-if; 0.0 where it was measured, and is not told from nothing."""
+    """The share of the step that a what-if removes; 0.0 if it was measured and is within the noise."""
     ratio = next((what_if.ratio for what_if in profile.what_ifs if what_if.name == name), None)
     if ratio is None:
         return None
@@ -49,7 +50,10 @@ def gain_of(profile: ProfileRecord, name: str) -> float | None:
 
 
 def name_bound(profile: ProfileRecord) -> tuple[str, str]:
-    """The bound and its evidence in a sentence; two empty strings where more of the step was not looked into than the largest share."""
+    """The bound and one sentence of evidence.
+
+    Returns two empty strings if the unexplained part of the step exceeds the largest share.
+    """
     found = {bound: share for bound, share in shares(profile).items() if share > 0}
     if not found or not profile.step_ms:
         return "", ""
@@ -67,19 +71,19 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
     if what_if is not None and what_if.ratio is not None:
         return f"with {WITHOUT[what_if.name]} it is {what_if.ratio.sentence()} as fast"
     if bound == "data":
-        return "so long it waited for the loader"
+        return "the step waited for the loader"
     if bound == "python":
         gains = {name: gain for name in OF_PYTHON if (gain := gain_of(profile, name))}
         best = max(gains, key=lambda each: gains[each], default=None)
-        told = f", and with {WITHOUT[best]} {gains[best]:.0%} of it is gone" if best else ""
-        return f"{profile.python_ms or 0:.2f} ms in no operator{told}"
+        told = f"; {WITHOUT[best]} would save {gains[best]:.0%}" if best else ""
+        return f"{profile.python_ms or 0:.2f} ms outside operators{told}"
     if bound == "launch":
         calls = f"{profile.operators_a_step:.0f} operators" if profile.operators_a_step else "its operators"
         mean = f" of {profile.operator_us:.0f} us on average" if profile.operator_us else ""
         idle = f", and the device is idle for {profile.idle_ms:.2f} ms" if profile.idle_ms else ""
-        return f"{calls}{mean}, most of which is the way to them{idle}"
+        return f"{calls}{mean}, most of it launch overhead{idle}"
     heaviest = next((o for o in profile.operations if limit_of(o) == bound), None)
-    by_kind = "" if profile.ceilings else " (by their kind: the ceilings of this machine were not measured)"
+    by_kind = "" if profile.ceilings else " (by the kind of operator: the ceilings of this machine were not measured)"
     return f"{heaviest.name} alone takes {heaviest.share:.0%} of the operators' time{by_kind}" if heaviest else "the operators' own time"
 
 
@@ -93,7 +97,10 @@ def _times_of_limits(profile: ProfileRecord) -> dict[str, float]:
 
 
 def limit_of(operation: Operation) -> str:
-    """By measured ceilings; without them a short call is launch-bound, one with FLOPs compute-bound, any other memory-bound."""
+    """The limit by measured ceilings.
+
+    Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others.
+    """
     if operation.limit not in ("", "unknown"):
         return operation.limit
     own = operation.device_ms if operation.device_ms is not None else operation.host_ms

@@ -1,7 +1,8 @@
-"""Reads a program with every rule, and honours the comments that switch a rule off.
+"""Checks a program with every rule and honours ``# flatout: ignore`` comments.
 
-``# flatout: ignore FL012`` (several codes with commas) hides these rules on its line, or on the next where it stands alone; without a
-code it hides all. A comment that hides nothing is itself a finding: it would hide the next real one.
+``# flatout: ignore FL012`` (several codes with commas) hides these rules on its line, or on the next line if
+the comment is on a line of its own. Without a code it hides all rules. A comment that hides nothing is itself
+a finding, because it would hide the next real one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ORDER = {severity.value: number for number, severity in enumerate(Severity)}
 
 @dataclass(eq=False)
 class Ignore:
-    """A comment. ``codes`` empty means every rule; ``line`` is the line whose findings it hides."""
+    """An ignore comment. Empty ``codes`` mean every rule; ``line`` is the line whose findings it hides."""
 
     source: Source
     at: int
@@ -36,11 +37,12 @@ class Ignore:
 
 
 def check(program: Program, select: Collection[str] = (), ignore: Collection[str] = (), measured: Sequence[Finding] = ()) -> list[Finding]:
-    """Every finding, worst kind first, then by file and line. ``select`` and ``ignore`` are codes or the beginnings of codes.
+    """Every finding, worst severity first, then by file and line.
 
-    ``measured`` is what the same rules found in a run of the program; where both see one fault on one line, it is told once, with its figures.
+    ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
+    a run of the program. If both report the same problem on the same line, only the measured finding is kept.
 
-    Raises UsageError for one that no rule has.
+    Raises UsageError for a code that no rule has.
     """
     for wanted in [*select, *ignore]:
         if not any(rule.code.startswith(wanted) for rule in TABLE):
@@ -88,15 +90,15 @@ def _without_effect(comments: list[Ignore], rules: list[Rule]) -> Iterable[Findi
         place = comment.source.place(comment.source.tree, column=False)
         place.file, place.line, place.text = file, line, comment.source.lines[comment.at - 1].strip()
         if unknown:
-            yield UNUSED.finding(f"the comment switches off {', '.join(unknown)}, which no rule is called", place, "correct the code, or remove the comment")
+            yield UNUSED.finding(f"the comment switches off {', '.join(unknown)}, but no rule has this code", place, "correct the code or remove the comment")
         elif not comment.used and ((comment.codes and set(comment.codes) <= looked) or (not comment.codes and looked == {r.code for r in TABLE if r.look})):
             what = ", ".join(comment.codes) or "every rule"
-            yield UNUSED.finding(f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, where nothing is found", place,
+            yield UNUSED.finding(f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, but nothing is found there", place,
                                  "remove the comment")
 
 
 def ignores(source: Source) -> list[Ignore]:
-    """The comments of a file that switch rules off. A text that merely looks like one, inside a string, is none."""
+    """The ignore comments of a file. Text inside a string is not a comment."""
     if "flatout:" not in source.text:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Which of the data rules a wait for data belongs to: one fault, one finding."""
+"""Assigns a wait for data to one of the data rules, so that one problem gives one finding."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flatout.diagnose.seen import OFTEN, TIMED, bound, how, measured
 from flatout.plan.profile import LoaderSeen, ProfileRecord
 from flatout.plan.records import Ratio
 
-CROWD = 2  # workers a core: more of them only push each other aside
+CROWD = 2  # workers per core: more of them only compete for cores
 MOST_OF_IT = 0.5
-LEAST = 1.1  # every loader costs a little; below this nobody's data set is to blame
+LEAST = 1.1  # every loader costs a little; below this the data set is not to blame
 
 
 class Cause(Enum):
-    """Narrow ones first: a wait has the first that fits."""
+    """Causes from the narrowest to the widest: a wait gets the first that applies."""
 
     REMADE = "remade"
     RESTARTED = "restarted"
@@ -24,7 +24,7 @@ class Cause(Enum):
 
 
 def cause(profile: ProfileRecord, loader: LoaderSeen) -> Cause | None:
-    """The narrowest reason why the step waits for this loader; None where waiting costs nothing that is worth a word."""
+    """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if worth(profile, loader) is None:
         return None
     if loader.made >= OFTEN and loader.begun <= loader.made + 1:
@@ -44,14 +44,16 @@ def crowded(profile: ProfileRecord, loader: LoaderSeen) -> bool:
 
 
 def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
-    """What beginning its iterators costs a mean step: workers are started, and the first batch is waited for."""
+    """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
     return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
 
 
 def worth(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
-    """What the what-if without loaders brings, where this loader makes most of the wait and that is long; else what its own wait costs.
+    """The speed-up without this loader's wait, or None if the wait is negligible.
 
-    Workers also take cores from the model. Where that is all that a loader costs, nobody waits for it, and no mend of the wait would help.
+    The what-if gives the speed-up if this loader causes most of the wait; otherwise its own wait time does.
+    Workers also take cores from the model. If that is a loader's only cost, nothing waits for it and a
+    shorter wait would not help.
     """
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))

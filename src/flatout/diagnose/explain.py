@@ -1,4 +1,7 @@
-"""From a failure to its Finding: the first kind that knows it. What no kind knows is unknown, and nothing is guessed."""
+"""Explains a failure with the first kind that recognises it.
+
+A failure that no kind recognises stays unknown; nothing is guessed.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ MOST_TOLD = 3
 
 @dataclass
 class Told:
-    """One explanation, and the ranks that it holds for."""
+    """One explanation and the ranks it applies to."""
 
     finding: Finding
     ranks: list[int] = field(default_factory=list)
 
 
 def explain(failure: FailureRecord, table: Sequence[Kind] = TABLE) -> Finding | None:
-    """The explanation of one failure, or None. Kinds that only pass on another process's failure come last."""
+    """The explanation of one failure, or None. Kinds that only report another process's failure come last."""
     whole = replace(failure, chain=[part for thrown in failure.chain for part in unfolded(thrown)])
     for one in sorted(table, key=lambda kind: kind.reports):
         try:
             finding = one.explain(whole)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue  # a message that is nearly of the family; what it is then is not known
+            continue  # the message is close to a known one but does not parse, so the failure stays unknown
         if finding is not None:
             return _cleaned(finding)
     return None
 
 
 def explain_text(text: str) -> list[Told]:
-    """What a pasted error or a log says, most telling first: what began it before what only followed from it. Empty where nothing is known."""
+    """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised."""
     told: list[Told] = []
     for failure in read(text):
         finding = explain(failure)
@@ -54,7 +57,7 @@ def explain_text(text: str) -> list[Told]:
 
 
 def _cleaned(finding: Finding) -> Finding:
-    """Names and messages of a foreign program, without what a terminal would obey."""
+    """The finding without terminal control sequences in names and messages of the user's program."""
     place = finding.place and replace(finding.place, file=clean(finding.place.file), function=clean(finding.place.function), text=clean(finding.place.text))
     return replace(finding, said=_line(finding.said), mend="\n".join(clean(line) for line in finding.mend.split("\n")), place=place,
                    evidence=[_line(line) for line in finding.evidence])
@@ -65,12 +68,12 @@ def _line(text: str) -> str:
 
 
 def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
-    """The explanation for a person: cause, place, what speaks for it, the mend, the page."""
+    """The explanation as lines for the user: cause, place, evidence, fix, page."""
     who = f"rank {', '.join(map(str, sorted(ranks)))}: " if ranks and not finding.said.startswith("rank ") else ""
     found = [f"{who}{finding.said}."]
     if finding.place:
         found.append(f"  at     {finding.place.sentence()}" + (f": {finding.place.text[:160]}" if finding.place.text else ""))
     found += [f"  {'seen' if at == 0 else '':6} {line}" for at, line in enumerate(finding.evidence)]
-    found += [f"  {'mend' if at == 0 else '':6} {line}" for at, line in enumerate(finding.mend.split("\n")) if line]
+    found += [f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.mend.split("\n")) if line]
     found.append(f"  more   flatout explain {finding.rule}")
     return found

@@ -1,4 +1,4 @@
-"""A profile on disk, read again."""
+"""Loads a saved profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flatout.plan.profile import PROFILE_SCHEMA, ProfileRecord
 
 
 def load_profile(folder: JobFolder) -> ProfileRecord | None:
-    """None where there is none, or where it cannot be read as one."""
+    """None if there is no profile or it is not readable."""
     data = read_json(folder.profile)
     if not isinstance(data, dict) or data.get("schema") != PROFILE_SCHEMA:
         return None

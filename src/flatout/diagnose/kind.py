@@ -1,8 +1,9 @@
-"""What a kind of failure is: a frozen value with a page, which answers for the failures that it knows and for no others.
+"""A kind of failure: a matcher with a documentation page.
 
-A kind is written as one function that looks at a FailureRecord and gives an Answer or None; its docstring is the kind's page, in the manner of
-a rule's: What / Why it happens / How to mend it / Sources. A matcher goes by structure: the type of the exception and the invariant part of
-the message's family, from its beginning, with named parts for what varies. What the user's own ``raise`` has made is nobody's.
+A kind is one function that takes a FailureRecord and returns an Answer or None. Its docstring is the kind's
+page, in the format of a rule's page: What / Why it happens / How to mend it / Sources. A matcher checks the
+type of the exception and the fixed beginning of its message, with named groups for the variable parts.
+Exceptions raised by the user's own ``raise`` never match.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ CASE = re.DOTALL
 
 @dataclass
 class Answer:
-    """``said`` is the cause in one sentence; ``mend`` is code or commands; ``evidence`` further lines. ``place`` replaces the user's line."""
+    """What a kind answers for a failure.
+
+    ``said`` is the cause in one sentence, ``mend`` holds code or commands, ``evidence`` further lines.
+    ``place`` replaces the user's line.
+    """
 
     said: str
     mend: str
@@ -35,14 +40,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Kind:
-    """``reports`` marks what only passes on the failure of another process."""
+    """A known failure. ``reports`` marks kinds that only report the failure of another process."""
 
     code: str
     name: str
     match: Callable[[FailureRecord], Answer | None]
     reports: bool = False
 
-    # What a page is made of is the same for a rule and for a kind.
+    # A kind and a rule share the format of their pages.
     severity = Severity.FATAL
     sections = SECTIONS
     title = Rule.title
@@ -53,7 +58,10 @@ class Kind:
         return inspect.getdoc(self.match) or ""
 
     def explain(self, failure: FailureRecord) -> Finding | None:
-        """Severity is always that the program ends. Raises whatever a matcher raises: that is a mistake of ours."""
+        """The finding for a failure, always fatal, or None.
+
+        Raises any exception of the matcher: that is a bug in flatout.
+        """
         answer = self.match(failure)
         if answer is None:
             return None
@@ -66,12 +74,12 @@ def kind(code: str, name: str, reports: bool = False) -> Callable[[Callable[[Fai
     return lambda match: Kind(code, name, match, reports)
 
 
-LONGEST_LINE = 1000  # of those that are searched: an expression may need the square of it
+LONGEST_LINE = 1000  # of the searched lines: a regular expression may need quadratic time
 
 
 @dataclass
 class Hit:
-    """An exception that belongs to a family, with the parts of its message. A part that is not there is empty."""
+    """An exception that matches a family, with the groups of its message. A missing group is empty."""
 
     thrown: Thrown
     parts: dict[str, str]
@@ -84,7 +92,10 @@ class Hit:
 
 
 def hit(failure: FailureRecord, types: Sequence[str], *families: str) -> Hit | None:
-    """The first exception of the chain that is of one of ``types`` (or has lost its type on the way) and whose message begins as a family does."""
+    """The first exception in the chain with a known type and message.
+
+    Its type is one of ``types`` or unknown, and its message begins like one of ``families``.
+    """
     for thrown in failure.chain:
         if thrown.raised_by_user or (thrown.names and not set(types) & set(thrown.names)):
             continue
@@ -95,14 +106,14 @@ def hit(failure: FailureRecord, types: Sequence[str], *families: str) -> Hit | N
     return None
 
 
-# Layers that pass an error on put their own words before it: a worker, a replica, the compiler.
+# Prefixes of workers, replicas and the compiler before an error that they pass on.
 LEAD = (r"(?:\s*|Caught \w+ in (?:DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.\s*"
         r"|(?:Dynamo failed to run FX node with fake tensors:|RuntimeError when making fake tensor call|Failed running call_\w+).{0,2000}?"
         r"got \w+\(['\"]{1,2})")
 
 
 def near(failure: FailureRecord, *families: str) -> re.Match[str] | None:
-    """A line of the log near the failure, or of its messages."""
+    """The first matching line of the log near the failure, or of its messages."""
     for line in _all_lines(failure):
         for family in families:
             found = re.search(family, line[:LONGEST_LINE])
@@ -119,18 +130,18 @@ def _all_lines(failure: FailureRecord) -> Iterable[str]:
 
 
 def layer(failure: FailureRecord) -> str:
-    """The layer that was running, by its name: ``model.fc1 (Linear)``; or nothing."""
+    """The name of the layer that was running, ``model.fc1 (Linear)``, or an empty string."""
     module = failure.module
     return f"`{module.path}` ({module.kind})" if module and module.path else f"the {module.kind}" if module else ""
 
 
 def seen(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:
-    """Tensors of the failing line, a line each."""
+    """Tensors of the failing line, one per line."""
     return list(dict.fromkeys(tensor.sentence() for tensor in tensors))[:limit]
 
 
 def on_own_line(failure: FailureRecord) -> list[TensorSeen]:
-    """Tensors in the user's own failing frame that its line names."""
+    """Tensors in the user's failing frame that its line names."""
     own = failure.own
     if own is None:
         return []
@@ -139,11 +150,11 @@ def on_own_line(failure: FailureRecord) -> list[TensorSeen]:
 
 
 def sizes(failure: FailureRecord) -> list[str]:
-    """The tensors of the user's failing line, or those of the frames below it where the line names none."""
+    """The tensors of the user's failing line, or those of the frames below it if the line names none."""
     return seen(on_own_line(failure) or failure.tensors)
 
 
 def shape(text: str) -> str:
-    """``torch.Size([8, 1])`` and ``[8, 1]`` as ``8x1``."""
+    """Converts ``torch.Size([8, 1])`` and ``[8, 1]`` to ``8x1``."""
     numbers = re.findall(r"-?\d+", text)
     return "x".join(numbers) if numbers else "a scalar"

@@ -1,4 +1,4 @@
-"""Keeps what matters of a text of any size: its end, and every stretch that a failure may stand in."""
+"""Reduces a log of any size to its end and every stretch that may hold a failure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import deque
 from typing import IO
 
 TAIL_LINES = 4000
-STRETCH_LINES = 250  # from a line that begins a failure
+STRETCH_LINES = 250  # from the first line of a failure
 BEFORE_LINES = 40
-MOST_STRETCHES = 24  # the first ones: what began it
+MOST_STRETCHES = 24  # the first ones, which hold the cause
 LONGEST_LINE = 1 << 14
-MOST_CHARACTERS = 1 << 20  # of the end
+MOST_CHARACTERS = 1 << 20  # at the end
 
 BEGINS = re.compile(r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause")
 
 
 def gather(stream: IO[str]) -> str:
-    """Lines of a stream, in order, in bounded memory. A stretch that is left out leaves an empty line behind."""
+    """Relevant lines of a stream, in order, in bounded memory. An empty line marks omitted lines."""
     tail: deque[tuple[int, str]] = deque()
     before: deque[tuple[int, str]] = deque(maxlen=BEFORE_LINES)
     kept: dict[int, str] = {}
@@ -25,7 +25,7 @@ def gather(stream: IO[str]) -> str:
     size = 0
     while line := stream.readline(LONGEST_LINE):
         rest = line
-        while rest and not rest.endswith("\n"):  # the rest of a line without end says nothing
+        while rest and not rest.endswith("\n"):  # skips the rest of an overlong line
             rest = stream.readline(LONGEST_LINE)
         number += 1
         line = line.rstrip("\n")

@@ -1,11 +1,11 @@
-"""`flatout profile`: one program, or as many as it takes, from its steady state through quiet steps, listening and what-ifs to a record.
+"""Runs `flatout profile`: measures the steady state, records activity, tries what-ifs, writes a record.
 
-    quiet      step times, phases, waits of loaders, garbage collection: nothing is listened to
-    listening  crossings; operators (torch's profiler); memory over one step; memory from step to step
+    quiet      step times, phases, loader waits, garbage collection: nothing is recorded
+    listening  device synchronisations; operators (torch's profiler); memory within a step and across steps
     what-ifs   switched on and off between blocks of steps (diagnose/what_ifs)
-    fetching   batches once more, for the lines of the data set, at the very end
+    fetching   fetches batches again at the very end, to time the lines of the data set
 
-A program that comes to its own end meanwhile is started again for what is left.
+A program that ends early is started again for the remaining stages.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ CROSSING_TICKS = 10
 BETWEEN_TICKS = 8
 MEMORY_TICKS = 4
 LEAK_TICKS = 40
-LONGEST_LISTENING_S = 8.0  # of one stretch; slow programs are heard over fewer steps
+LONGEST_LISTENING_S = 8.0  # of one recording; slow programs are recorded over fewer steps
 FEWEST_LEAK_TICKS = 16
-WHAT_IF_SHARE = 0.5  # of the budget is kept for them
-LITTLE = 0.01  # of a step; nobody measures what less would bring
+WHAT_IF_SHARE = 0.5  # of the budget is reserved for what-ifs
+LITTLE = 0.01  # of a step; smaller costs are not measured
 NARROW = 1.04  # high over low of an interval that needs no more rounds
-LEAST_BLOCKS = 8  # of a what-if: two rounds, there and back again
+LEAST_BLOCKS = 8  # per what-if: two rounds in both orders
 MOST_ROUNDS = 14
 OPERATIONS_KEPT = 60
-CLOSED = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
+CLOSED = "a step of this program is a closure that takes seconds; what-ifs cannot be switched inside it"
 
 
 ALL_STAGES = frozenset({"crossings", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
@@ -59,7 +59,11 @@ MEMORY_STAGES = frozenset({"memory", "growth"})
 
 @dataclass(frozen=True)
 class Wishes:
-    """``schedule`` are the steps of wait, warm-up and listening. ``leak_ticks`` are the steps in which memory is watched for growth."""
+    """Options of a profile.
+
+    ``schedule`` are the wait, warm-up and recorded steps. ``leak_ticks`` are the steps that are monitored for
+    memory growth.
+    """
 
     steps: int = 40
     schedule: tuple[int, int, int] = (1, 2, 3)
@@ -71,7 +75,10 @@ class Wishes:
 
 
 class Profiling:
-    """``run`` fills the record. Raises ProgramFailed where the program fails by itself, NothingMeasured where it does not train."""
+    """Profiles one program. ``run`` fills the record.
+
+    Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, wishes: Wishes, record: ProfileRecord, ceilings: dict[str, float],
                  watcher: Watcher | None = None, save: Callable[[], None] = lambda: None) -> None:
@@ -84,12 +91,12 @@ class Profiling:
         self.listen_until_s = self.end_s - WHAT_IF_SHARE * wishes.budget_s
         self.start_cost_s = 0.0
         self.quiet_ms: list[float] = []
-        self.not_finite = 0.0  # of the losses, NaN or infinite
+        self.not_finite = 0.0  # share of the losses that are NaN or infinite
 
     def run(self) -> ProfileRecord:
         record = self.record
         try:
-            self.watcher.stage("observing", "the program as it is, until its steps are steady")
+            self.watcher.stage("observing", "the unchanged program, until its steps are steady")
             self._quiet()
             for name, stage in self._stages():
                 self._try(name, stage)
@@ -102,19 +109,19 @@ class Profiling:
         if record.step_ms and record.ceilings:
             record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, self._tf32())
         if not record.ceilings and record.operations:
-            record.notes.append("how near the operators come to what this machine can do was not told: `flatout doctor --bench` measures its ceilings")
+            record.notes.append("the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak")
         record.bound, record.bound_why = name_bound(record)
         record.findings = judge(record, RULES)
         record.status = "done"
         return record
 
     def _stages(self) -> list[tuple[str, Callable[[Trial], None]]]:
-        """In the order in which they disturb the program."""
+        """The stages in the order in which they disturb the program."""
         stages = {"crossings": self._crossings, "lines": self._between, "operators": self._operations, "memory": self._memory, "growth": self._leak,
                   "what-ifs": self._what_ifs, "data set": self._fetches}
         return [(name, stage) for name, stage in stages.items() if name in self.wishes.stages]
 
-    # -- programs -------------------------------------------------------------------------------------------------------
+    # -- programs -------------------------------------------------------------------------------------------
 
     def _enter(self) -> Trial:
         start_s = seconds()
@@ -133,29 +140,29 @@ class Profiling:
             self.trial = None
 
     def _try(self, name: str, stage: Callable[[Trial], None]) -> None:
-        """One stage; in a new program where this one has ended. What cannot be had is a note."""
+        """Runs one stage, in a new program if the current one has ended. A failure becomes a note."""
         for attempt in (1, 2):
             try:
                 if self.trial is None:
                     if self.end_s - seconds() < self.start_cost_s:
-                        self.record.notes.append(f"{name}: the program has ended, and there was no time to start it again (--budget gives more)")
+                        self.record.notes.append(f"{name}: the program ended and no time was left to start it again; increase --budget")
                         return
                     self._enter()
                 assert self.trial is not None
-                self.watcher.stage("listening" if name != "what-ifs" else name, name)
+                self.watcher.stage("recording" if name != "what-ifs" else name, name)
                 stage(self.trial)
                 return
             except ProgramGone as gone:
                 self._leave()
                 if attempt == 2 or gone.record.status != "ended":
-                    what = "is too short" if gone.record.status == "ended" else "did not survive it"
+                    what = "is too short" if gone.record.status == "ended" else "failed during it"
                     self.record.notes.append(f"{name}: the program {what}: {_last_line(gone.record)}")
                     return
 
-    # -- quiet steps ----------------------------------------------------------------------------------------------------
+    # -- steps without recording ----------------------------------------------------------------------------
 
     def _quiet(self) -> None:
-        """Step times and phases of steps that nobody listens to."""
+        """Measures step times and phases while nothing is recorded."""
         record = self.record
         try:
             trial = self._enter()
@@ -167,7 +174,7 @@ class Profiling:
             self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
             trial.ask({"do": "watch"}, seconds() + 60)
             until_s = seconds() + max(5.0, 0.3 * self.wishes.budget_s)
-            self.watcher.stage("measuring", f"{self.wishes.steps} quiet steps")
+            self.watcher.stage("measuring", f"{self.wishes.steps} steps without recording")
             while len(self.quiet_ms) < self.wishes.steps and seconds() < until_s:
                 ticks = min(self.blocks.block_ticks, self.wishes.steps - len(self.quiet_ms))
                 self.quiet_ms += trial.go(ticks, self.blocks.deadline(ticks))
@@ -179,7 +186,7 @@ class Profiling:
             if not self.quiet_ms:
                 raise why_not(self.command, gone.record) from None
             self._take(gone.record)
-            record.notes.append(f"the program came to its end after {len(self.quiet_ms)} measured steps: {_last_line(gone.record)}")
+            record.notes.append(f"the program ended after {len(self.quiet_ms)} measured steps: {_last_line(gone.record)}")
 
     def _take(self, trial: TrialRecord) -> None:
         record = self.record
@@ -201,19 +208,22 @@ class Profiling:
         record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
         record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
 
-    # -- listening ------------------------------------------------------------------------------------------------------
+    # -- recording ------------------------------------------------------------------------------------------
 
     def _listen(self, trial: Trial, ear: str, ticks: int, fewest: int = 0, **wishes: Any) -> dict[str, Any]:
-        """What an ear heard over ``ticks`` ticks, or over fewer (at least ``fewest``, where that is given) of a slow program."""
+        """The record of a probe over ``ticks`` ticks.
+
+        A slow program is recorded over fewer ticks, at least ``fewest`` if given.
+        """
         last = min(self.listen_until_s, seconds() + LONGEST_LISTENING_S) if "what-ifs" in self.wishes.stages else self.end_s
         affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
         ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
         if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
-            self.record.notes.append(f"{ear}: there was no time to listen over {ticks} steps; --budget gives more")
+            self.record.notes.append(f"{ear}: no time was left to record {ticks} steps; increase --budget")
             return {}
         answer = trial.listen(ear, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **wishes)
         if answer.get("why_not"):
-            self.record.notes.append(f"{ear}: not listened to, {answer['why_not']}")
+            self.record.notes.append(f"{ear}: not recorded, {answer['why_not']}")
         return answer
 
     def _crossings(self, trial: Trial) -> None:
@@ -236,7 +246,7 @@ class Profiling:
         record.operators_a_step = heard["operators"]
         record.operator_us = 1000 * heard["operators_ms"] / heard["operators"] if heard["operators"] else None
         step_ms = record.step_ms or 0.0
-        if heard["python_share"] is not None:  # a share, because steps that are listened to are longer, and not all of one length
+        if heard["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
             record.python_ms = step_ms * heard["python_share"]
         record.idle_gaps = [IdleGap.from_json(gap) for gap in heard["gaps"]]
         if heard["busy_ms"] is not None:
@@ -266,12 +276,12 @@ class Profiling:
             made_at = fetch["made_at"]
             seen = places.get((made_at["file"], made_at["line"])) if made_at else None
             if fetch.get("why_not"):
-                self.record.notes.append(f"no batch could be fetched once more: {fetch['why_not']}")
+                self.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
             if seen is not None and fetch.get("fetch_ms") is not None:
                 seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
                 seen.slow_place = Place.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
 
-    # -- what-ifs -------------------------------------------------------------------------------------------------------
+    # -- what-ifs -------------------------------------------------------------------------------------------
 
     def _what_ifs(self, trial: Trial) -> None:
         record = self.record
@@ -282,7 +292,7 @@ class Profiling:
         record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
         left = []
         for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
-            unasked = "" if lever.name in self.wishes.what_ifs else "nobody asked for it"
+            unasked = "" if lever.name in self.wishes.what_ifs else "it was not requested"
             what_if.why_not = unasked or answers[lever.name].get("skip", "") or self._pointless(lever.name)
             if not what_if.why_not:
                 left.append((what_if, lever, answers[lever.name]["values"]))
@@ -291,21 +301,21 @@ class Profiling:
             left_s = self.end_s - seconds()
             share_s = max(left_s / (len(left) + 1), min(left_s, LEAST_BLOCKS * self.blocks.block_s))
             if share_s < LEAST_BLOCKS * self.blocks.block_s:
-                what_if.why_not = "there was no time to measure it; --budget gives more"
+                what_if.why_not = "no time was left to measure it; increase --budget"
                 continue
             self._what_if(what_if, lever, values, share_s)
             self.save()
 
     def _pointless(self, name: str) -> str:
-        """Why there is nothing to switch off, by what was heard."""
+        """The reason why there is nothing to switch off, according to the records."""
         if name == "syncs" and self.record.operations and not self.record.crossings:
-            return "no place was heard where Python waits for a tensor"
+            return "Python never waits for a tensor"
         if name == "gc" and self.record.gc_ms < LITTLE * (self.record.step_ms or 0.0):
             return f"the collector takes less than {LITTLE:.0%} of the {self.record.unit}"
         return ""
 
     def _what_if(self, what_if: WhatIf, lever: Lever, values: list[Any], share_s: float) -> None:
-        """One what-if, with its next value where the program does not survive the first."""
+        """Measures one what-if, with its next value if the program fails with the first."""
         for value in values:
             try:
                 trial = self.trial or self._enter()
@@ -323,7 +333,7 @@ class Profiling:
                 return
             except ProgramGone as gone:
                 self._leave()
-                what_if.why_not = f"the program does not survive it: {_last_line(gone.record)}" if gone.record.status != "ended" else "the program is too short"
+                what_if.why_not = f"the program fails with it: {_last_line(gone.record)}" if gone.record.status != "ended" else "the program is too short"
                 continue
             what_if.ratio, what_if.why_not = ratio, ""
             what_if.step_ms = self.record.step_ms / ratio.median if self.record.step_ms else None
@@ -335,14 +345,15 @@ class Profiling:
 
 
 def why_not(command: Command, record: TrialRecord) -> FlatoutError:
-    """Why a program could not be profiled: its own failure, or nothing to measure."""
+    """The error for a program that could not be profiled: its own failure, or nothing to measure."""
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
     if record.status == "unattached":
-        return NothingMeasured(f"there is nothing to profile: {f'python {command.closed} keeps flatout out' if command.closed else record.reason}.")
+        return NothingMeasured(
+            f"there is nothing to profile: {f'`python {command.closed}` disables flatout; remove the option' if command.closed else record.reason}.")
     if record.status == "broken":
-        return NothingMeasured(f"flatout could not follow this program, and left it as it was. Please report this:\n\n{record.reason.strip()}")
+        return NothingMeasured(f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}")
     if record.status == "hung":
         return NothingMeasured(f"the program did not train: {record.reason}.")
     steps = len(set(record.loss_steps))
@@ -356,4 +367,4 @@ def _narrow(ratio: Ratio, rounds: int) -> bool:
 
 def _last_line(record: TrialRecord) -> str:
     lines = [line.strip() for line in record.reason.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a word"
+    return lines[-1][:240] if lines else "it ended without a message"

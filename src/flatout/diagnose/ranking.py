@@ -1,7 +1,8 @@
-"""The findings of a profile, in the order in which a person should read them.
+"""Ranks the findings of a profile.
 
-Wrong results come first. Among the rest, what was predicted to bring most; a finding without a figure stands behind those of its severity
-that have one. Where one fault is seen by several rules, the rule that names it more narrowly speaks, and the wider one is silent.
+Wrong results come first. The rest are sorted by severity, then by predicted speed-up; findings without a
+prediction come last within their severity. If several rules report one problem, only the narrowest rule is
+kept.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 ORDER = [severity.value for severity in Severity]
-# A wide rule, and those that say the same more narrowly: of the whole step, and of the same lines alone.
+# A wide rule and the narrower rules that replace it: anywhere in the step, and at the same lines only.
 OF_THE_STEP = {
     "tiny_operators": ("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
     "layout_copies": ("data_wait", "slow_fetch", "loader_made_in_loop", "tiny_operators", "logging_cost", "slowing_down", "python_between"),
     "host_growth": ("leak", "loss_kept_with_graph", "slowing_down"),
-    "collecting_garbage": ("host_growth",),  # what piles up is what the collector walks
+    "collecting_garbage": ("host_growth",),  # the collector walks the objects that pile up
     "thread_count": ("too_many_workers",),
     "graph_breaks": ("recompiles",),
     "eval_without_no_grad": ("train_mode_not_restored",),
@@ -35,7 +36,7 @@ NEAR = 3  # lines
 
 
 def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
-    """Everything that the table's rules find in a profile, ranked. A rule that makes a mistake is skipped by nobody: it raises."""
+    """All findings of the table's rules in a profile, ranked. An error in a rule is raised."""
     return ranked([finding for rule in table if rule.judge is not None for finding in rule.judge(profile)])
 
 

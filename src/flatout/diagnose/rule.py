@@ -1,8 +1,9 @@
-"""What a rule is: a frozen value with a page, which looks at the source, judges a profile, or does both.
+"""A rule: a check of the source, of a profile, or both, with a documentation page.
 
-A rule's file is its page: the docstring's first line is the title, then fixed sections, each a line ``Name:`` followed by indented text:
-What / Why it matters / How to mend it / Bad / Good, and Sources where it has any. Bad and Good are code: whole small programs, which the
-tests run the rule over. A line of Bad that ends in ``# <-`` is one that the rule must name, and no other.
+The docstring of a rule's file is its page. The first line is the title. Then come fixed sections, each a line
+``Name:`` followed by indented text: What / Why it matters / How to mend it / Bad / Good, and Sources if there
+are any. Bad and Good are complete small programs, and the tests run the rule on them. Every line of Bad that
+ends in ``# <-``, and no other, must be reported by the rule.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SECTIONS = ("What", "Why it matters", "How to mend it", "Bad", "Good", "Sources"
 
 @dataclass(frozen=True)
 class Rule:
-    """``look(program)`` reads the source; ``judge(profile)`` reads what was measured. At least one of them is there."""
+    """``look(program)`` checks the source, ``judge(profile)`` a profile. At least one of them is set."""
 
     code: str
     name: str
@@ -40,11 +41,11 @@ class Rule:
         return SECTIONS
 
     def section(self, name: str) -> str:
-        """The text below one heading of the page, without its indent; empty where the page has none."""
+        """The text below one heading of the page, without its indent; empty if there is no such heading."""
         return section(self.page, name)
 
     def finding(self, said: str, place: Place | None = None, mend: str = "", **more: object) -> Finding:
-        """A Finding of this rule. ``more`` are further fields of it."""
+        """A Finding of this rule. ``more`` are further fields of the Finding."""
         return Finding(self.code, self.name, self.severity.value, said, place, mend=mend, levers=list(self.levers), **more)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
-"""What judges ask of a profile: was a gain measured, is it worth a word, what would calls that were timed bring.
+"""Helpers for rules that judge a profile: is a gain measured and large enough, what would fewer calls save.
 
-A gain below WORTH is not worth a person's time, and one whose interval reaches down to 1 is not told from the noise: neither is a finding.
+A gain below WORTH is too small for a finding. A gain whose interval includes 1 is within the noise and gives
+no finding either.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     from flatout.diagnose.rule import Rule
 
 WORTH = 1.05
-OFTEN = 3  # so often at one line is a habit
-BOUND = {"loader": "the same batches again and again, without the loader", "copies": "batches that lie on the device already",
-         "optimizer": "an optimizer that does nothing", "syncs": "values that are not waited for", "logging": "without printing, logging and saving",
+OFTEN = 3  # times at one line that count as repeated
+BOUND = {"loader": "cached batches, without the loader", "copies": "batches on the device already",
+         "optimizer": "an optimizer that does nothing", "syncs": "without waiting for values", "logging": "without printing, logging and checkpoints",
          "gc": "with the garbage collector off", "one thread fewer": "with one thread fewer", "one thread more": "with one thread more"}
-TIMED = "these calls left out of the step, by their own time"
+TIMED = "the step without these calls, by their own time"  # data_path.py replaces "these calls"
 
 
 def bound(profile: ProfileRecord, name: str) -> Ratio | None:
-    """What the what-if of this name would bring; None where it was not measured, is noise, or is not worth a word."""
+    """The speed-up under this what-if; None if it was not measured, is noise, or is below WORTH."""
     ratio = next((w.ratio for w in profile.what_ifs if w.name == name), None)
     return ratio if ratio is not None and ratio.certain and ratio.median >= WORTH else None
 
@@ -38,7 +39,10 @@ def how(name: str) -> str:
 
 
 def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
-    """The step without calls of ``ms``, where that is worth a word. Their time was measured; that nothing else would wait instead was not."""
+    """The speed-up without calls of ``ms``, if it reaches WORTH.
+
+    Their time is measured; that nothing else would wait instead is not.
+    """
     step = profile.step_ms
     if not ms or not step or ms <= 0:
         return None
@@ -53,7 +57,7 @@ def found(rule: Rule, said: str, place: Place | None = None, *, evidence: Iterab
 
 
 def _unwrapped(text: str) -> str:
-    """Prose in one line; a command keeps a line of its own."""
+    """Joins prose into one line; a command keeps its own line."""
     lines: list[str] = []
     for line in text.splitlines():
         if lines and not line.startswith("flatout ") and not lines[-1].startswith("flatout "):
@@ -64,19 +68,19 @@ def _unwrapped(text: str) -> str:
 
 
 def habit(profile: ProfileRecord, name: str) -> tuple[float, float, list[Place]]:
-    """Calls a step, milliseconds a step and places of what was counted under this name; zeros where nothing was."""
+    """Calls per step, milliseconds per step and places of an event; zeros if there were none."""
     seen: Any = profile.events.get(name) or {}
     places = [Place.from_json(place) if isinstance(place, dict) else place for place in seen.get("places", ())]
     return float(seen.get("calls") or 0), float(seen.get("ms") or 0), places
 
 
 def times_at_one_place(profile: ProfileRecord, name: str) -> int:
-    """How often the busiest line has done it, over the whole run."""
+    """The count at the busiest line, over the whole run."""
     return int((profile.events.get(name) or {}).get("most") or 0)
 
 
 def crossings(profile: ProfileRecord, *kinds: str) -> list[Crossing]:
-    """Those of these kinds, the dearest first."""
+    """The device synchronisations of these kinds, the most expensive first."""
     return sorted((c for c in profile.crossings if c.kind in kinds), key=lambda c: -c.ms)
 
 

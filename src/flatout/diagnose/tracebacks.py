@@ -1,7 +1,8 @@
-"""Reads what was pasted or logged: tracebacks of several ranks through each other, chained, carried from workers, or no traceback at all.
+"""Reads a pasted error or a log: interleaved tracebacks of ranks, chained or from workers, or no traceback.
 
-Each line is first given to the process that wrote it (torch's ``[rank3]:``, torchrun's ``[default3]:``, mpirun's and srun's labels), each
-process is read alone, and every chain of exceptions that is found becomes one FailureRecord, in the order of the text.
+Each line is assigned to the process that wrote it (torch's ``[rank3]:``, torchrun's ``[default3]:``, mpirun's
+and srun's labels). Each process is read separately. Every chain of exceptions becomes one FailureRecord, in
+the order of the text.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class Voice:
 
 
 def clean(text: str) -> str:
-    """Foreign text without what a terminal would obey."""
+    """Text of another program without terminal control sequences."""
     return harmless(ESCAPES.sub("", text))
 
 
 def read(text: str) -> list[FailureRecord]:
-    """Every failure in a text. One without any traceback is one record of what its end says. Raises nothing."""
+    """Every failure in a text. A text without a traceback gives one record of its end. Never raises."""
     lines = [clean(line.rpartition("\r")[2] or line.strip("\r"))[:LONGEST_LINE] for line in text.split("\n")[-MOST_LINES:]]
     failures = [failure for voice in _voices(lines) for failure in _failures(voice)]
     if not failures:
@@ -123,7 +124,7 @@ def _record(voice: Voice, chain: list[Thrown], begun: int, ended: int) -> Failur
 
 
 def unfolded(thrown: Thrown) -> list[Thrown]:
-    """An exception whose message carries the traceback of another process: that one first."""
+    """Splits an exception whose message contains another process's traceback; that exception comes first."""
     header = re.search(r"^.*Traceback \(most recent call last\):[ \t]*$", thrown.message, re.MULTILINE)
     if header is None:
         return [thrown]
@@ -190,7 +191,7 @@ def _last(message: list[str]) -> str:
 
 
 def _prefix(before: str, lines: list[str], at: int) -> Callable[[str], str]:
-    """What takes a label (a time, a container's name) off each line, where the lines below the header carry it too."""
+    """A function that removes a label (a time, a container's name) that the lines below the header repeat."""
     if not before.strip() or before.startswith("Original "):
         width = len(before) if not before.strip() else 0
         return lambda line: line[width:] if not line[:width].strip() else line
@@ -203,7 +204,7 @@ def _prefix(before: str, lines: list[str], at: int) -> Callable[[str], str]:
 
 
 def _link(lines: list[str], at: int) -> tuple[str, int]:
-    """How the next traceback came of this one, and where it begins."""
+    """How the next traceback is linked to this one, and the line where it begins."""
     while at < len(lines) and not lines[at].strip():
         at += 1
     words = lines[at].strip() if at < len(lines) else ""
@@ -212,7 +213,7 @@ def _link(lines: list[str], at: int) -> tuple[str, int]:
 
 
 def names_of(kind: str) -> list[str]:
-    """A type's own name and those of its bases, as far as they are known by name."""
+    """A type's own name and the known names of its bases."""
     short = kind.rpartition(".")[2]
     known = getattr(builtins, short, None)
     if isinstance(known, type) and issubclass(known, BaseException):
@@ -225,7 +226,7 @@ def is_mine(file: str) -> bool:
 
 
 def _without_traceback(lines: list[str]) -> FailureRecord:
-    """An error's last line alone, a message alone, or the end of a log."""
+    """The record of a text without a traceback: an error's last line, a message, or the end of a log."""
     for at, line in enumerate(lines):
         raised = RAISED.match(line.strip())
         if raised is not None and (raised["message"] is not None or line.rstrip().endswith(":")) and (

@@ -1,1 +1,1 @@
-"""Room 2: applies a Plan to a Scene in one order, and guards it. It is handed the lever table and imports no lever."""
+"""Applies a Plan to a training context in a fixed order and guards it. Imports no lever."""

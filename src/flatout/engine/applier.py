@@ -1,6 +1,6 @@
-"""Applies the choices of a Plan to a Scene, in the order of the lever table, and can take the live ones off again.
+"""Applies the choices of a Plan in the order of the lever table, and can remove the live ones.
 
-A lever that fails is undone, named and left out: the program runs on without it.
+A lever that fails is undone, reported and left out. The program continues without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
 
 @dataclass
 class Outcome:
-    """How one choice ended: applied, or left out with a sentence."""
+    """The result of one choice: applied, or left out with a reason."""
 
     choice: Choice
     applied: bool
@@ -43,17 +43,20 @@ class Applier:
         return self.table.get(choice.name)
 
     def start(self, plan: Plan, moments: Sequence[Moment]) -> None:
-        """Apply the choices of these moments; what cannot be applied is noted in ``outcomes``."""
+        """Apply the choices of these moments. ``outcomes`` records those that cannot be applied."""
         for choice in self._in_order(plan.choices):
             lever = self.lever(choice)
             if lever is None:
                 if Moment.IMPORT in moments:
-                    self.outcomes.append(Outcome(choice, False, "this flatout has no such lever; see `flatout levers`"))
+                    self.outcomes.append(Outcome(choice, False, "this version of flatout has no such lever; see `flatout levers`"))
             elif lever.moment in moments:
                 self.outcomes.append(self._apply(lever, choice))
 
     def switch(self, choices: Sequence[Choice]) -> list[Outcome]:
-        """Make exactly these live choices hold, on top of what was started: used between two blocks of steps."""
+        """Apply exactly these live choices, in addition to those from the start.
+
+        Used between two blocks of steps.
+        """
         wanted = self._in_order(choices)
         keep = 0
         while keep < len(wanted) and keep < len(self._live()) and self._live()[keep][0] == wanted[keep]:
@@ -65,19 +68,19 @@ class Applier:
         for choice in wanted[keep:]:
             lever = self.lever(choice)
             if lever is None or lever.apply is None:
-                outcomes.append(Outcome(choice, False, "it cannot be switched in a running program"))
+                outcomes.append(Outcome(choice, False, "it cannot be switched while the program runs"))
             else:
                 outcomes.append(self._apply(lever, choice, ask=False))
         return outcomes
 
     def options(self) -> dict[str, Options | Skip]:
-        """What every lever says of this program, in the table's order."""
+        """The answer of every lever for this program, in the table's order."""
         answers: dict[str, Options | Skip] = {}
         for name, lever in self.table.items():
             try:
                 answers[name] = lever.applies(self.facts, self.scene)
             except Exception as error:
-                answers[name] = Skip(f"it could not look at this program ({type(error).__name__}: {error})")
+                answers[name] = Skip(f"its check of this program failed ({type(error).__name__}: {error})")
         return answers
 
     def _live(self) -> list[tuple[Choice, Undo]]:
@@ -93,8 +96,8 @@ class Applier:
             return Outcome(choice, False, f"it cannot be combined with {clash}")
         missing = next((name for name in lever.needs if all(c.name != name for c, _ in self._on)), None)
         if missing:
-            return Outcome(choice, False, f"it acts through {missing}, which is not applied")
-        ledger = Ledger()  # one for each lever, so that any of them can be taken off alone
+            return Outcome(choice, False, f"it requires {missing}, which is not applied")
+        ledger = Ledger()  # one per lever, so that each can be removed separately
         try:
             answer = lever.applies(self.facts, self.scene) if ask else None
             if isinstance(answer, Skip):
@@ -109,13 +112,13 @@ class Applier:
             try:
                 ledger.restore()
             except RuntimeError:
-                pass  # the failure that counts is the first one
+                pass  # report the first failure
             first = str(error).strip().splitlines()
-            return Outcome(choice, False, f"it failed at the start ({type(error).__name__}: {first[0] if first else 'no message'})")
+            return Outcome(choice, False, f"it failed to start ({type(error).__name__}: {first[0] if first else 'no message'})")
 
 
 def one_line(outcomes: Sequence[Outcome]) -> str:
-    """The line that a run prints at its start: what is applied, and what is not, because."""
+    """The line that a run prints at its start: what is applied, and what is not, with the reason."""
     applied = ", ".join(spell(o.choice.name, o.choice.value) for o in outcomes if o.applied) or "nothing"
     left = "; ".join(f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied)
     return f"applied {applied}" + (f"; not applied: {left}" if left else "")

@@ -1,4 +1,4 @@
-"""Fewer samples of captured steps, for a program whose step takes seconds: a replica does each step many times."""
+"""Take fewer samples of captured steps if steps take seconds, because a replica runs each step many times."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from flatout.engine.replay import mapped
 from flatout.measure.parity import tensors_in
 
-PLAYS = 17  # in steps: what judging takes where steps are long
-LONGEST_PLAYS_S = 12.0  # from here on a part of the samples is played
-FEWEST_SAMPLES = 16  # a batch normalisation needs some
+PLAYS = 17  # steps per judgement if steps are long
+LONGEST_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
+FEWEST_SAMPLES = 16  # batch normalisation needs several
 
 
 def samples_played(size: int, step_ms: float) -> int:
-    """Of a batch of ``size`` samples: all of them, or at most half where a whole step takes too long."""
+    """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
     kept = max(FEWEST_SAMPLES, math.ceil(size * 1000 * LONGEST_PLAYS_S / (PLAYS * max(step_ms, 1.0))))
     return size if 2 * kept > size else kept
 
 
 def sliced(steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any) -> tuple[list[list[dict[str, Any]]], float]:
-    """The same steps with the first of their samples, as many as the time of a step allows, and the share that was taken; 1.0 where they stay whole.
+    """The same steps with their first samples, as many as the step time allows, and the share taken.
 
-    Inputs and the gradients that came to the outputs must agree in one size of their first dimension: that of the batch. Scalars stay as they are.
+    The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
+    first dimension, the batch size. Scalars stay as they are.
     """
     tensors = [tensor for calls in steps for call in calls for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)]
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}

@@ -1,7 +1,8 @@
-"""What a running script trains with, and the state of all of it, by the names that the script uses.
+"""What a running script trains, and its complete state, by the names that the script uses.
 
-Nothing of the script's is called: a ``state_dict`` of its own may do anything, and parts of it may be wrapped by us. Modules, optimizers and the like are held
-weakly; of a module the dictionaries of its layers are held as well, and only until it is gone, so that what it was at its end can still be told.
+No function of the script is called: its own ``state_dict`` may do anything, and flatout may have wrapped
+parts of it. Modules, optimizers and similar objects are held weakly. For a module, the dictionaries of its
+layers are also held until the module is gone, so that its final state is still available.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def unwrapped(module: Any) -> Any:
-    """The module that the script has written, inside what torch has put around it."""
+    """The script's own module, inside the wrappers of torch."""
     while type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
         module = getattr(module, WRAPPERS[type(module).__name__])
     return module
 
 
 class Held:
-    """Something of the script's: ``name`` is what its state is called, ``code`` how the script spells it."""
+    """One object of the script. ``name`` is the name of its state, ``code`` its spelling in the script."""
 
     def __init__(self, kind: str, thing: Any, name: str, code: str, gone: Callable[[], None]) -> None:
         self.kind, self.name, self.code, self.type = kind, name, code, type(thing).__name__
@@ -38,7 +39,7 @@ class Held:
         self.parts: Any = None
 
     def look(self) -> Any:
-        """The thing; None when it is gone."""
+        """The object; None when it is gone."""
         thing = self.ref()
         if thing is not None and self.kind == "modules":
             self.parts = list(_layers(thing, ""))
@@ -53,17 +54,20 @@ class Held:
 
 
 class Belongings:
-    """``gone`` is called when a module or an optimizer of the training has ended its life; its state can be told until then."""
+    """Finds the training state of a script.
+
+    Calls ``gone`` when a module or an optimizer of the training dies. Its state is available until then.
+    """
 
     def __init__(self, scene: Any, schedulers: Schedulers, gone: Callable[[], None]) -> None:
         self.scene, self.torch, self.schedulers, self.gone = scene, scene.torch, schedulers, gone
-        self.notes: dict[str, str] = {}  # what will not be as it was, by where
-        self.divided = False  # weights lie in parts on several ranks
+        self.notes: dict[str, str] = {}  # place -> what a checkpoint cannot restore
+        self.divided = False  # weights are sharded over several ranks
         self._held: dict[int, Held] = {}
         self._tensors: dict[str, Callable[[], Any]] = {}
 
     def look(self, frame: FrameType | None) -> None:
-        """Find what is there. ``frame``: where the names of variables are looked for."""
+        """Find the training state. ``frame``: where to look for variable names."""
         seen = list(visible(frame))
         optimizers, scalers = self.scene.optimizers, self.scene.scalers
         trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -87,11 +91,11 @@ class Belongings:
 
     @property
     def live(self) -> bool:
-        """Whether anything that trains is still there."""
+        """Whether any trained object still exists."""
         return bool(self.scene.roots or self.scene.optimizers) or any(ref() is not None for ref in self._tensors.values())
 
     def state(self) -> dict[str, Any]:
-        """Of all that was found, as it is now: the script's own tensors, in dictionaries that are new."""
+        """The present state of everything found: the script's own tensors, in new dictionaries."""
         found: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
         for held in self._held.values():
             thing = held.look()
@@ -105,7 +109,7 @@ class Belongings:
         return {**found, "tensors": tensors, "random": random_states(self.torch)}
 
     def told(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """What is in a state, for a list that people read."""
+        """The content of a state, as a list for users."""
         found = []
         for held in self._held.values():
             if held.name in state[held.kind]:
@@ -113,10 +117,10 @@ class Belongings:
                 found.append({"kind": held.kind, "name": held.name, "code": held.code, "type": held.type, "values": counted})
         return found + [{"kind": "tensors", "name": name, "code": name, "type": "Tensor", "values": t.numel()} for name, t in state["tensors"].items()]
 
-    # -- finding ------------------------------------------------------------------------------------------------------
+    # -- finding ---------------------------------------------------------------------------------------------
 
     def _modules(self, seen: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
-        """The modules that are trained, outermost as the script calls them; and copies of them that the script keeps beside."""
+        """The trained modules, outermost as the script calls them, and the script's copies of them."""
         roots = _outermost([unwrapped(root) for root in self.scene.roots])
         kind = self.torch.nn.Module
         others = _outermost([unwrapped(value) for _, value in seen if isinstance(value, kind)])
@@ -134,7 +138,7 @@ class Belongings:
         return roots + copies
 
     def _wrappers(self, seen: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
-        """Those by whose name a module may be known."""
+        """Wrappers by whose name a module may be known."""
         wanted = set(map(id, modules))
         return [value for _, value in seen if isinstance(value, self.torch.nn.Module) and id(value) not in wanted and id(unwrapped(value)) in wanted]
 
@@ -148,7 +152,10 @@ class Belongings:
         return name, code or name
 
     def _bare(self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]) -> dict[str, Callable[[], Any]]:
-        """Weights that are in no module: of optimizers, and where there is neither optimizer nor module, all leaves that the script names."""
+        """Weights outside all modules: those of optimizers.
+
+        Without optimizers and modules, all leaf tensors that the script names.
+        """
         tensor = self.torch.Tensor
         found = dict(uncovered)
         if not found and not covered:
@@ -159,7 +166,7 @@ class Belongings:
         names = names_of(found.values(), seen)
         return {names.get(key, f"weight_{at}"): weakref.ref(value) for at, (key, value) in enumerate(found.items())}
 
-    # -- what is not the usual ------------------------------------------------------------------------------------------
+    # -- custom state ----------------------------------------------------------------------------------------
 
     def _note(self, kind: str, thing: Any, name: str) -> None:
         if kind == "modules":
@@ -167,19 +174,19 @@ class Belongings:
             own = sorted({type(each).__name__ for each in _tree(thing) if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
                           or each._state_dict_hooks or each._state_dict_pre_hooks})
             if own:
-                self.notes[name] = f"what the own state_dict of {', '.join(own[:3])} adds or changes"
+                self.notes[name] = f"additions and changes by the custom state_dict of {', '.join(own[:3])}"
         elif ((kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict)
               or (kind == "schedulers" and not type(thing).__module__.startswith("torch."))):
-            self.notes[name] = f"what the own state_dict of {type(thing).__name__} adds or changes"
+            self.notes[name] = f"additions and changes by the custom state_dict of {type(thing).__name__}"
 
     def _own_state(self, kind: str, thing: Any) -> dict[str, Any]:
-        if type(thing).__module__.startswith("torch."):  # torch's own only read
+        if type(thing).__module__.startswith("torch."):  # torch's own methods only read
             return dict(thing.state_dict())
         return {name: value for name, value in vars(thing).items() if name not in ("optimizer", "_optimizer")}
 
 
 def _outermost(modules: Iterable[Any]) -> list[Any]:
-    """Without those that are parts of others, each once."""
+    """Each module once, without those that are parts of others."""
     once = list({id(module): module for module in modules}.values())
     parts = {id(part) for module in once for part in list(_tree(module))[1:]}
     return [module for module in once if id(module) not in parts]
@@ -197,7 +204,7 @@ def _parameters(module: Any) -> Iterator[Any]:
 
 
 def _layers(module: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
-    """Each layer's prefix and its live dictionaries, in the order of ``state_dict``."""
+    """The prefix and the live dictionaries of each layer, in the order of ``state_dict``."""
     yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
     for name, child in module._modules.items():
         if child is not None:
@@ -215,7 +222,7 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
 
 
 def _optimizer_state(torch: Any, groups: Any, state: Any) -> dict[str, Any]:
-    """As ``Optimizer.state_dict`` of torch numbers it."""
+    """The state with the numbering of torch's ``Optimizer.state_dict``."""
     numbers: dict[int, int] = {}
     packed = []
     for group in groups:

@@ -1,11 +1,14 @@
-"""Do two runs train on the same distribution of samples? Pure functions over records; nothing is run here.
+"""Check whether two runs train on the same distribution of samples.
+
+Pure functions over records; nothing runs here.
 
     distribution   the samples of all batches, as two populations
-    shift          sample by sample: with one seed both runs see the same samples in the same order, other draws aside
-    draws          a few samples that both runs fetched again and again: a random flip that is missing moves no population
-                   that is symmetric, but it shows in one image
+    shift          sample by sample: with one seed, both runs see the same samples in the same order, apart
+                   from other random draws
+    draws          a few samples that both runs fetch repeatedly: a missing random flip does not move a
+                   symmetric population, but it shows in one image
 
-All three give a p-value that must stay above a limit, after the correction for how many comparisons were made.
+Each gives a p-value that must stay above a limit, after correction for the number of comparisons.
 """
 
 from __future__ import annotations
@@ -16,24 +19,24 @@ from collections.abc import Sequence
 from flatout.measure.statistics import two_sample_ks
 from flatout.plan.records import GuardCheck, TrialRecord
 
-LIMIT_P = 1e-4  # for each of the three; sound levers gave 0.17 and more, broken ones 1e-8 and less
+LIMIT_P = 1e-4  # for each of the three; sound levers gave at least 0.17, broken ones at most 1e-8
 STATISTICS = ("mean", "deviation", "left against right", "top against bottom")  # of measure.parity.batch_statistics
-BLOCK = 64  # rows that are averaged before the paired test: what a batch shares (mixing, a batch-wide draw) must not count as many
+BLOCK = 64  # rows averaged before the paired test, so effects of a whole batch (mixing) count once
 FEWEST_BLOCKS = 6
-SMALLEST_SHIFT = 1e-3  # of the population's deviation: rounding may be systematic
+SMALLEST_SHIFT = 1e-3  # share of the population's deviation: rounding may be systematic
 
 Pairs = Sequence[tuple[TrialRecord, TrialRecord]]
 
 
 def same_distribution(pairs: Pairs) -> list[GuardCheck]:
-    """Nothing, where the runs have described no batches."""
+    """The checks; an empty list if the runs have recorded no batches."""
     rows = [(p.batch_statistics, t.batch_statistics) for p, t in pairs]
     plain, tuned = [row for a, _ in rows for row in a], [row for _, b in rows for row in b]
     checks = []
     if plain and tuned:
         p, name = min((two_sample_ks([r[i] for r in plain], [r[i] for r in tuned]), name) for i, name in enumerate(STATISTICS))
         sizes = f"{len(plain)} and {len(tuned)} samples"
-        checks.append(_check("distribution", p * len(STATISTICS), f"over {sizes} the {name} of a sample fits the plain program's"))
+        checks.append(_check("distribution", p * len(STATISTICS), f"over {sizes}, the {name} of a sample has the plain program's distribution"))
         checks += _shift(rows, plain)
     return checks + _draws(pairs)
 
@@ -51,11 +54,11 @@ def _shift(rows: Sequence[tuple[list[list[float]], list[list[float]]]], populati
         if abs(mean) > SMALLEST_SHIFT * _moments([row[i] for row in population])[1]:
             p = _student_p(mean / deviation * math.sqrt(len(blocks)), len(blocks) - 1) if deviation else 0.0
             worst, where = min((worst, where), (p, name))
-    return [_check("shift", worst * len(STATISTICS), f"sample by sample the {where} is no other than the plain program's")]
+    return [_check("shift", worst * len(STATISTICS), f"sample by sample, the {where} equals the plain program's")]
 
 
 def _draws(pairs: Pairs) -> list[GuardCheck]:
-    """``draws`` of a record: by round, by sample, the four statistics."""
+    """Compare ``draws`` of the records: by round, by sample, the four statistics."""
     worst, tests, rounds = 1.0, 0, 0
     kept = [(p.draws[:n], t.draws[:n]) for p, t in pairs if (n := min(len(p.draws), len(t.draws)))]
     for at in range(min((len(row) for a, b in kept for row in (*a, *b)), default=0)):
@@ -70,7 +73,7 @@ def _draws(pairs: Pairs) -> list[GuardCheck]:
 def _check(name: str, p: float, why: str) -> GuardCheck:
     p = min(p, 1.0)
     passed = p >= LIMIT_P
-    return GuardCheck(name, passed, f"{why}, with p = {p:.2g}" if passed else f"it does not hold that {why} (p = {p:.2g})", p, LIMIT_P)
+    return GuardCheck(name, passed, f"{why}, with p = {p:.2g}" if passed else f"rejected: {why} (p = {p:.2g})", p, LIMIT_P)
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
@@ -79,6 +82,9 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student_p(t: float, degrees: int) -> float:
-    """Two-sided, by Wallace's approximation of Student's t by a normal variate (Annals of Mathematical Statistics 30, 1959)."""
+    """Two-sided p-value, by Wallace's approximation of Student's t by a normal variate.
+
+    Source: Annals of Mathematical Statistics 30, 1959.
+    """
     z = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.erfc(z / math.sqrt(2))

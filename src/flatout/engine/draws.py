@@ -1,7 +1,7 @@
-"""Fetches a few samples of the program's training data again and again, through the loader's own data set and collation.
+"""Fetches a few training samples repeatedly, through the loader's own data set and collation.
 
-What comes out (four statistics a sample) tells two pipelines apart that agree on every population: see
-`flatout.engine.distribution`. It moves random generators, so it is done when a trial ends.
+The four statistics of each sample distinguish two pipelines that agree on every population: see
+`flatout.engine.distribution`. This moves random generators, so it runs when a trial ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST_S = 3.0
 
 
 class Draws:
-    """Told of each iterator over a DataLoader; remembers what the first one that trained was made of."""
+    """Observes each iterator over a DataLoader and remembers the source of the first training iterator."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -32,7 +32,10 @@ class Draws:
                 self._source = {"dataset": dataset, "collate_fn": iterator._collate_fn, "num_workers": iterator._num_workers}
 
     def take(self) -> list[list[list[float]]]:
-        """By round, by sample, the four statistics; empty where there is nothing to fetch, or fetching takes too long or fails."""
+        """The four statistics by round and sample.
+
+        Empty if there is nothing to fetch, or if fetching fails or takes too long.
+        """
         if not self._source:
             return []
         count = len(self._source["dataset"])
@@ -44,13 +47,16 @@ class Draws:
                 rounds.append(batch_statistics(batch, self.torch))
                 if seconds() - start > LONGEST_S:
                     break
-        except Exception:  # a data set that a second loader cannot read (an open file, a lock) is left alone
+        except Exception:  # a second loader cannot read this data set (an open file, a lock)
             return []
         complete = len(rounds) >= FEWEST_ROUNDS and all(len(row) == len(indices) for row in rounds)
         return rounds if complete else []
 
     def _loader(self, indices: list[int]) -> Any:
-        """Each batch holds each sample once. Levers that change loaders have had their say when the original was made."""
+        """A loader whose batches hold each sample once.
+
+        Levers that change loaders already acted when the original was created.
+        """
         kind = self.torch.utils.data.DataLoader
         init = getattr(kind.__init__, "__wrapped__", kind.__init__)
         loader = kind.__new__(kind)

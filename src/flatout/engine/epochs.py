@@ -1,4 +1,7 @@
-"""Which epoch a script is in: how often the loader that its first step was fed from has been iterated over, also when it makes it anew each time."""
+"""Count the epochs of a script: how often it iterates over its training loader.
+
+The training loader is the loader that fed the first step, even if the script creates it again for each epoch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from flatout.capture.scene import Scene
 
 
 class Epochs:
-    """``count`` is 0 where no DataLoader was iterated over before the first step ended."""
+    """``count`` is 0 if the script iterated over no DataLoader before the first step ended."""
 
     def __init__(self, torch: Any, ledger: Ledger) -> None:
         self._begun: Counter[Any] = Counter()
@@ -24,7 +27,7 @@ class Epochs:
         ledger.set(kind, "__iter__", self._heard(kind.__iter__))
 
     def first_step_ended(self) -> None:
-        """What was iterated over last is what trains."""
+        """Take the last iterated loader as the training loader."""
         self._trains = self._last
 
     @property

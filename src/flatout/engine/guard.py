@@ -1,15 +1,18 @@
-"""The guard's verdict: do these records show the same training? Pure functions over records; nothing is run here.
+"""The guard's verdict: do these records show the same training?
 
-    EXACT      losses and weights are those of the plain run with the same seed, bit for bit
-    ROUNDING   the step replica holds (flatout.engine.replica), the first losses are those of the plain run up to rounding
-               (or leave them no faster than those of the plain program with its weights shaken in the last place), and the
-               loss curves stay within the spread of the script's own runs with other seeds
-    PRECISION  the same, where the last place is that of half precision
-    RESAMPLED  the batches come from the same distribution (flatout.engine.distribution), and the loss curves stay within
-               that spread
+Pure functions over records; nothing runs here.
 
-Whatever the effect, the losses must be as fine as the plain program's: a loss in half precision has 8 or 11 significant bits.
-A script that is not repeatable by itself is judged by the loss curves alone, and the verdict says so.
+    EXACT      losses and weights equal those of the plain run with the same seed, bit for bit
+    ROUNDING   the step replica passes (flatout.engine.replica). The first losses equal those of the plain run
+               up to rounding, or diverge no faster than those of the plain program with weights perturbed in
+               the last place. The loss curves stay within the spread of the script's own runs with other seeds
+    PRECISION  the same, with the last place of half precision
+    RESAMPLED  the batches have the same distribution (flatout.engine.distribution), and the loss curves stay
+               within that spread
+
+For every effect, the losses must have the resolution of the plain program's: a loss in half precision has
+only 8 or 11 significant bits. A script that is not repeatable is judged by the loss curves alone, and the
+verdict says so.
 """
 
 from __future__ import annotations
@@ -28,16 +31,20 @@ WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
 SHIFT_LIMIT = 1.0
 FEWEST_LOSSES = 2
-START_STEPS = 8  # after these a sound lever's rounding may have been amplified, and the spread of seeds is the scale
+START_STEPS = 8  # later, a sound lever's rounding may be amplified, and the spread of seeds is the scale
 START_LIMIT = 0.04
 FEWEST_FIRST_LOSSES = 8
-ROUNDING_GROWTH = 30.0  # in a smooth network the first losses moved by up to 3 times the error of the gradient
+ROUNDING_GROWTH = 30.0  # in a smooth network, the first losses moved by up to 3 times the gradient error
 LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
-SHAKE = 2.0**-21  # of every weight: four units in float32's last place, about what the operations of one step round away together
-HALF_SHAKE = 2.0**-9  # bfloat16 rounds by up to this share of a number, in every product (flatout.engine.perturb)
-# How much further than the shaken plain program a sound lever may leave the plain one, over all seeds and over one alone, where luck counts.
-SHAKEN_GROWTH, SHAKEN_GROWTH_ALONE = 10.0, 30.0  # sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from 60
-HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0  # sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12
+# Share of every weight: four units in float32's last place, about the total rounding of one step.
+SHAKE = 2.0**-21
+HALF_SHAKE = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.engine.perturb)
+# How much further than the perturbed plain program a sound lever may diverge, over all seeds and over one
+# seed, where chance counts. Sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from
+# 60.
+SHAKEN_GROWTH, SHAKEN_GROWTH_ALONE = 10.0, 30.0
+# Sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12.
+HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0
 TINY = 1e-300
 
 
@@ -45,10 +52,11 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
           again: TrialRecord | None = None, shaken: Sequence[TrialRecord] = (), late: dict[str, Any] | None = None) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
-    ``effect`` is the widest of the Plan's levers; ``replica`` is the answer of a step replica, and ``late`` that of one after a
-    stretch of training; ``again`` is a second plain run with the first seed, which tells whether the script repeats itself.
-    ``shaken`` are plain runs that were rounded otherwise from the first step on, by ``shake_for(effect)`` (flatout.engine.perturb): they
-    tell how fast this program carries rounding. Raises ValueError on empty input.
+    ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
+    that of one after a stretch of training. ``again`` is a second plain run with the first seed, which shows
+    whether the script is repeatable. ``shaken`` are plain runs perturbed by ``shake_for(effect)`` from the
+    first step (flatout.engine.perturb). They show how fast this program amplifies rounding. Raises ValueError
+    on empty input.
     """
     if not plain or len(plain) != len(tuned):
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
@@ -57,7 +65,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     checks = record.checks
     shortest = min(len(p) for p, _ in curves)
     if shortest < FEWEST_LOSSES:
-        record.verdict, record.why = "not checked", f"only {shortest} losses were seen, too few to compare"
+        record.verdict, record.why = "not checked", f"only {shortest} losses were recorded, too few to compare"
         return record
     repeatable = again is None or repeats_itself(plain[0], again)
     checks += [_finite(curves), _resolution(curves)]
@@ -78,12 +86,12 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         return record
     if effect is Effect.EXACT and repeatable:
         record.verdict = "same"
-        record.why = f"losses and weights are bitwise those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
+        record.why = f"losses and weights are bitwise equal to those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
         return record
     record.verdict = "equivalent"
     record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {_count(len(plain), 'seed')})"
     if not repeatable:
-        record.why += "; the program does not repeat itself even with one seed, so this weaker comparison is all there is"
+        record.why += "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
     elif replica is not None and "checks" in replica:
         record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
     elif replica is not None:
@@ -92,20 +100,22 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
 
 
 def wants_shaken(found: GuardRecord) -> bool:
-    """Whether nothing but the first losses speaks against the levers: shaken runs of the plain program can tell what they mean."""
+    """Whether only the first losses fail: perturbed runs of the plain program then decide."""
     return [check.name for check in found.checks if not check.passed] == ["start"]
 
 
 def shake_for(effect: Effect) -> float:
-    """How far a plain run is perturbed (flatout.engine.perturb), so that it shows how this program carries what a lever of this effect rounds."""
+    """How far to perturb a plain run to show how this program amplifies a lever's rounding."""
     return HALF_SHAKE if effect is Effect.PRECISION else SHAKE
 
 
 def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, shaken: Sequence[TrialRecord] = ()) -> GuardCheck | None:
-    """Whether the first losses of one lever alone agree with the plain run of the same seed: it narrows which lever of a refused plan is to blame.
+    """Whether the first losses of one lever agree with the plain run of the same seed.
 
-    ``shaken``: plain runs moved by ``shake_for(effect)``; one with this seed is enough. None where nothing can be told: fewer than
-    ``FEWEST_FIRST_LOSSES`` losses, no shaken run, losses that are not finite in the plain run, or a lever whose batches are drawn otherwise.
+    This narrows down which lever of a rejected plan is to blame. ``shaken``: plain runs moved by
+    ``shake_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
+    ``FEWEST_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
+    that draws other batches.
     """
     curve = _aligned(plain, alone)
     length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
@@ -143,19 +153,19 @@ def _aligned(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[
 
 
 def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
-    """Whether a second plain run with the same seed has the same losses and weights, as far as both went."""
+    """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
     length = min(len(plain.losses), len(again.losses))
     return plain.losses[:length] == again.losses[:length] and _bitwise_weights([plain], [again]).passed
 
 
 def _finite(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
     bad = [at for p, t in curves for at, (x, y) in enumerate(zip(p, t, strict=True)) if math.isfinite(x) and not math.isfinite(y)]
-    return GuardCheck("finite", not bad, f"loss {bad[0]} is not finite where the plain program's is" if bad else "every loss is finite where the plain one is")
+    return GuardCheck("finite", not bad, f"loss {bad[0]} is not finite, but the plain program's is" if bad else "every loss is finite if the plain one is")
 
 
 def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
     plain, tuned = (coarseness(side) for side in zip(*curves, strict=True))
-    why = f"{tuned:.0%} of the losses have the few digits of half precision or repeat another one; {plain:.0%} of the plain program's"
+    why = f"{tuned:.0%} of the losses have only the digits of half precision or repeat another loss; {plain:.0%} of the plain program's"
     return GuardCheck("resolution", tuned - plain <= SHORT_SHARE, why, max(0.0, tuned - plain), SHORT_SHARE)
 
 
@@ -164,7 +174,7 @@ def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) 
         for at, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
             if x != y:
                 return GuardCheck("losses", False, f"loss {at} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})")
-    return GuardCheck("losses", True, "every loss is bitwise the same")
+    return GuardCheck("losses", True, "every loss is bitwise equal")
 
 
 def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
@@ -175,25 +185,25 @@ def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord])
                 seen += 1
                 if t.weights_digests[step] != digest:
                     return GuardCheck("weights", False, f"the weights after step {step} differ from the plain program's (seed {p.seed})")
-    return GuardCheck("weights", True, f"the weights are bitwise the same after {seen} common steps" if seen else "no common step's weights were seen")
+    return GuardCheck("weights", True, f"the weights are bitwise equal after {seen} common steps" if seen else "no common step recorded weights")
 
 
 def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:
     if not plain[0].scene.get("loaders"):
-        return []  # without a loader what enters the model may depend on the model (a GAN, a policy)
+        return []  # without a loader, inputs may depend on the model (a GAN, a policy)
     for p, t in zip(plain, tuned, strict=True):
         for at, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
             if x != y:
-                return [GuardCheck("batches", False, f"batch {at} is not the plain program's (seed {p.seed})")]
-    return [GuardCheck("batches", True, "every batch is bitwise the same")]
+                return [GuardCheck("batches", False, f"batch {at} differs from the plain program's (seed {p.seed})")]
+    return [GuardCheck("batches", True, "every batch is bitwise equal")]
 
 
 def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], shaken: Sequence[TrialRecord],
            growth: float) -> list[GuardCheck]:
-    """The losses of the first steps, pair by pair, beside the spread of the seeds at the same steps.
+    """Compare the losses of the first steps, pair by pair, with the spread of the seeds at the same steps.
 
-    In a smooth network they cannot differ by more than the gradient error that the replica has seen; where there are kinks
-    (ReLU, max-pooling), or no replica, by a small share of the spread.
+    In a smooth network they cannot differ by more than the gradient error that the replica measured. With
+    kinks (ReLU, max-pooling), or without a replica, they may differ by a small share of the spread.
     """
     shaken = [s for s in shaken if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
@@ -209,7 +219,7 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
         return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
     spread, scale = _scale(one)
     if spread == 0:
-        return [GuardCheck("start", False, "the first losses differ, and the plain program's never move")]
+        return [GuardCheck("start", False, "the first losses differ, and the plain program's are constant")]
     limit, error = START_LIMIT, next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None)
     if replica.get("smooth") and error is not None:
         limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
@@ -221,18 +231,20 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
 
 def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken: Sequence[TrialRecord], length: int, least: float, growth: float,
              apart: str) -> GuardCheck:
-    """Whether the first losses leave the plain ones no faster than those of the plain program shaken in the last place, step by step.
+    """Whether the first losses diverge no faster than those of the plain program perturbed in the last place.
 
-    A large step on a young network makes of one rounding a tenth of the loss within three steps. What a lever breaks is
-    there at once; what it rounds grows as rounding does. Distances up to ``least`` would be excused anyway.
+    A large step on a young network amplifies one rounding to a tenth of the loss within three steps. A defect
+    of a lever shows at once; its rounding grows as rounding does. Distances up to ``least`` are accepted
+    anyway.
     """
-    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in shaken}  # a seed may carry rounding a hundred times as fast as another one
+    # One seed may amplify rounding a hundred times as fast as another.
+    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in shaken}
     mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
     rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
     ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]
-    worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # not a number: no measure
-    why = f"the losses of the first {START_STEPS} steps differ by {apart}; at no step by more than {worst:.2g} times what this program makes of one rounding"
+    worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # NaN: no measure
+    why = f"the losses of the first {START_STEPS} steps differ by {apart}; at most {worst:.2g} times the growth of one rounding in this program"
     return GuardCheck("start", worst <= growth, why, worst, growth)
 
 
@@ -242,16 +254,16 @@ def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> l
 
 
 def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
-    """Windows of the loss curves: how far a tuned run is from its plain twin, beside how far the plain seeds are from each other."""
+    """Compare windows of tuned and plain loss curves, relative to the spread of the plain seeds."""
     length = min(len(p) for p, _ in curves)
-    # Where the plain program itself leaves the finite numbers there is nothing to compare with.
+    # If the plain program's own loss is not finite, there is nothing to compare with.
     length = min([length, *(at for p, _ in curves for at, x in enumerate(p) if not math.isfinite(x))])
     plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
     unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
     if not length or unit == 0:
         return GuardCheck("curve", True, "the loss curves coincide" if length else "the plain program's loss is not finite from the start", 0.0, CURVE_LIMIT)
     if not unit < math.inf:
-        return GuardCheck("curve", False, "the loss curve leaves the finite numbers")
+        return GuardCheck("curve", False, "the loss curve is not finite")
     plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
     gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
     distance, shift = _rms(gaps), abs(sum(gaps) / len(gaps))
@@ -259,7 +271,7 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
         return GuardCheck("curve", True, "the loss curves coincide", 0.0, CURVE_LIMIT)
     spread, scale = _scale(plain)
     if spread == 0:
-        return GuardCheck("curve", False, "the loss curves differ, and the plain program's never moves")
+        return GuardCheck("curve", False, "the loss curves differ, and the plain program's is constant")
     value, moved = distance / spread, shift / spread
     why = f"the loss curves differ by {value:.2g} of {scale}, with a mean shift of {moved:.2g}"
     return GuardCheck("curve", value <= CURVE_LIMIT and moved <= SHIFT_LIMIT, why, max(value, moved * CURVE_LIMIT / SHIFT_LIMIT), CURVE_LIMIT)
@@ -273,7 +285,7 @@ def _windows(curve: list[float], unit: float) -> list[float]:
 
 
 def _scale(plain: list[list[float]]) -> tuple[float, str]:
-    """Root mean square over positions of the standard deviation over seeds, and what to call it."""
+    """Root mean square over positions of the standard deviation over seeds, and its description."""
     variances = []
     for values in zip(*plain, strict=True) if len(plain) > 1 else ():
         mean = sum(values) / len(values)
@@ -281,9 +293,9 @@ def _scale(plain: list[list[float]]) -> tuple[float, str]:
     spread = math.sqrt(sum(variances) / len(variances)) if variances else 0.0
     if spread:
         return spread, "the spread of the program's own seeds"
-    # One seed, or a program that ignores ours: its own movement is the only scale there is.
+    # One seed, or a program that ignores the seed: its own movement is the only scale.
     moves = [abs(b - a) for curve in plain for a, b in pairwise(curve)]
-    return (sum(moves) / len(moves) / 2 if moves else 0.0), "half of what the loss moves by itself (no spread of seeds was seen)"
+    return (sum(moves) / len(moves) / 2 if moves else 0.0), "half of the loss's own movement (no spread of seeds was measured)"
 
 
 def _rms(values: Sequence[float]) -> float:

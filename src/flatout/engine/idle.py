@@ -1,4 +1,4 @@
-"""An optimizer that does nothing for a while, so that the weights of a running program hold still."""
+"""Suspend an optimizer for a while, so that the weights of a running program do not change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def idle(torch: Any, optimizer: Any, ledger: Any) -> None:
-    """Until the ledger is restored this optimizer's step moves nothing.
+    """Until the ledger is restored, this optimizer's step changes nothing.
 
-    Hooks of the step are called all the same, and so is a closure, once, because forward and backward may live in it.
+    Hooks of the step still run. So does a closure, once, because it may contain forward and backward.
     """
     from torch.optim import optimizer as hooks
 

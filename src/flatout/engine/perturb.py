@@ -1,8 +1,9 @@
-"""How far a program carries rounding: the plain program, rounded to fewer bits on purpose.
+"""Measure how a program amplifies rounding: run the plain program, deliberately rounded to fewer bits.
 
-A kernel that sums in another order, or multiplies in half precision, rounds in every step. So does this: in every forward pass the weights of all layers
-with a matrix and what these layers give are rounded, and in every backward pass the gradients of what they give. A loss that comes out of a layer is not,
-and the weights between the steps are not.
+A kernel that sums in another order, or multiplies in half precision, rounds in every step, and so does this
+module. Every forward pass rounds the weights and the outputs of all layers with a matrix, and every backward
+pass rounds the gradients of these outputs. Losses that a layer returns are not rounded, nor are the weights
+between steps.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from flatout.engine.replay import mapped, shake
 
 
 def perturb(scene: Any, share: float, ledger: Any) -> None:
-    """``share``: by how much of itself a number is rounded at most (`flatout.engine.guard.shake_for`); 2^-9 leaves the 8 bits of bfloat16.
+    """Round by at most ``share`` of each number (`flatout.engine.guard.shake_for`).
 
-    Where no layer is known, or none is called (torch.compile in the script does not see our hooks), every weight is moved once by up to this share instead.
+    2^-9 keeps the 8 bits of bfloat16. If no layer is known or called (torch.compile in the script bypasses
+    our hooks), every weight is moved once by up to this share instead.
     """
     layers = [module for root in scene.roots for module in root.modules() if any(map(_is_matrix, module.parameters(recurse=False)))]
     if not layers:
@@ -37,7 +39,10 @@ def perturb(scene: Any, share: float, ledger: Any) -> None:
 
 
 class _Rounded:
-    """Rounds one layer. The data of its weights is exchanged, so that neither autograd nor an optimizer sees another tensor."""
+    """Rounds one layer.
+
+    It replaces the data of the weights, so autograd and optimizers see no other tensor.
+    """
 
     def __init__(self, module: Any, bits: int, torch: Any) -> None:
         self.module, self.bits, self.torch = module, bits, torch
@@ -66,7 +71,7 @@ class _Rounded:
         return x
 
     def _round(self, x: Any) -> Any:
-        """To this many significant bits; infinities and what is not a number stay as they are."""
+        """Round to this many significant bits. Infinities and NaN stay as they are."""
         mantissa, exponent = self.torch.frexp(x)
         return self.torch.ldexp((mantissa * 2.0**self.bits).round() / 2.0**self.bits, exponent).where(x.isfinite(), x)
 

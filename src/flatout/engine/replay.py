@@ -1,7 +1,8 @@
-"""Does captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64.
+"""Runs captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64.
 
-After the updates every play does its first step once more: from the weights of ``sharpen``, which has trained a copy on that step alone, so that the
-network is as sure of it as late in a training, or else from the weights of the start.
+After the updates, every play repeats its first step. It starts from the weights of ``sharpen``, which trains
+a copy on that step alone until the network is as confident as late in a training, or else from the starting
+weights.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from flatout.engine.applier import Applier
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
-UPDATE_STEPS = 16  # a step that is left out, or a state that is reset, every so often shows within these
-CLIPPED = 0.5  # of the whole gradient
-MOST_OUTPUTS = 6  # among which gradients are told apart
-RESULTS, ROOM = 24, 0.5  # what all plays keep, in sizes of the model; the share of the device's free memory that they may take
-NOTHING_LEFT = 1e-3  # of a gradient, once what comes from inside the module is taken off
-SHARPENING = 0.02  # how far an update of ``sharpen`` moves a weight, as a share of its tensor's root mean square
+UPDATE_STEPS = 16  # enough to show a step that is skipped, or a state that is reset, now and then
+CLIPPED = 0.5  # share of the total gradient norm
+MOST_OUTPUTS = 6  # most outputs whose gradients are separated
+RESULTS, ROOM = 24, 0.5  # results of all plays, in model sizes; the share of free device memory for them
+NOTHING_LEFT = 1e-3  # share of a gradient that counts as zero after subtracting the module's inner part
+SHARPENING = 0.02  # how far ``sharpen`` moves a weight per update, as a share of its tensor's RMS
 
 
 @dataclass
 class Played:
-    """By step: what the roots gave, gradients of all parameters, moves of all buffers. ``updates`` is how far the optimizers moved each parameter.
+    """The results of a play, by step.
 
-    ``clipped``: the size of each gradient of the first step after clipping. ``later`` is that step once more, after the updates.
+    These are the outputs of the roots, the gradients of all parameters and the changes of all buffers.
+    ``updates`` is how far the optimizers moved each parameter. ``clipped`` is the size of each gradient of
+    the first step after clipping. ``later`` is that step once more, after the updates.
     """
 
     outputs: list[list[Any]] = field(default_factory=list)
@@ -43,16 +46,23 @@ class Played:
 
 
 class Replay:
-    """``frozen`` are the copies of (root modules, optimizers) that every play starts from; ``stepped`` the positions of the optimizers that step."""
+    """Plays captured steps.
+
+    ``frozen`` holds the copies of (root modules, optimizers) from which every play starts. ``stepped`` holds
+    the positions of the optimizers that step.
+    """
 
     def __init__(self, scene: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
         self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
         self._same_gradients: list[list[Any]] = []
         self._on_host = _crowded(scene, self.torch)
-        self._later = _held(frozen[0])  # weights and buffers that the later step starts from
+        self._later = _held(frozen[0])  # weights and buffers at the start of the later step
 
     def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> Played:
-        """The first play must be the plain one: its gradients are what every optimizer is given. ``nudge`` moves every weight by up to this share."""
+        """Play the steps. ``nudge`` moves every weight by up to this share.
+
+        The first play must be the plain one: its gradients are the input of every optimizer.
+        """
         roots, optimizers = copy.deepcopy(self.frozen)
         if double:
             _in_double(roots, optimizers, self.torch)
@@ -75,7 +85,10 @@ class Replay:
         return played
 
     def sharpen(self, step: list[dict[str, Any]], updates: int) -> None:
-        """Train a copy on one step alone, by updates of Adam's kind; later steps start from there unless it has left the finite numbers."""
+        """Train a copy on one step alone with Adam-like updates.
+
+        Later steps start from there, unless it is not finite.
+        """
         roots = copy.deepcopy(self.frozen[0])
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         rates = _rates(parameters)
@@ -90,7 +103,10 @@ class Replay:
             self._later = held
 
     def play_later(self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0) -> Played:
-        """The first step from the weights of later; on a fresh copy where ``roots`` is None. ``nudge`` as for ``play``."""
+        """Play the first step from the later weights, on a fresh copy if ``roots`` is None.
+
+        ``nudge`` as in ``play``.
+        """
         roots = copy.deepcopy(self.frozen[0]) if roots is None else roots
         self._load(roots)
         if nudge:
@@ -100,7 +116,7 @@ class Replay:
         return played
 
     def _load(self, roots: list[Any]) -> None:
-        """In place: what a lever compiled for these modules stays valid."""
+        """Load in place, so that code compiled by a lever for these modules stays valid."""
         with self.torch.no_grad():
             for held, later in zip(_held(roots), self._later, strict=True):
                 held.copy_(later)
@@ -153,7 +169,10 @@ class Replay:
         return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
 
     def _clip(self, roots: list[Any], played: Played) -> None:
-        """What torch's own clipping makes of the gradients of the plain play, in case the program clips: it is called by the name that a lever may replace."""
+        """Clip the gradients of the plain play by torch's function, in case the program clips.
+
+        It is called by the name that a lever may replace.
+        """
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for p, grad in zip(parameters, self._same_gradients[0], strict=True):
             p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
@@ -162,7 +181,7 @@ class Replay:
         played.clipped = [_size(p.grad) for p in parameters if p.grad is not None]
 
     def _update(self, roots: list[Any], optimizers: list[Any], played: Played) -> None:
-        """Every optimizer steps on the gradients of the plain play, one after another and round again."""
+        """Step every optimizer on the gradients of the plain play, one after another and repeatedly."""
         torch = self.torch
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         stepping = [optimizers[at] for at in self.stepped]
@@ -180,7 +199,7 @@ class Replay:
 
 
 def _crowded(scene: Any, torch: Any) -> bool:
-    """Whether the results of the plays would fill the device, beside the program that lives there."""
+    """Whether the results of the plays would fill the device while the program occupies it."""
     if scene.device_type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(scene.device)
@@ -188,7 +207,10 @@ def _crowded(scene: Any, torch: Any) -> bool:
 
 
 class _Stage:
-    """The Scene with copies in place of the live modules and optimizers; everything else is the Scene's."""
+    """The training context with copies instead of the live modules and optimizers.
+
+    Everything else comes from the original.
+    """
 
     def __init__(self, scene: Any, roots: list[Any], optimizers: list[Any]) -> None:
         self.scene, self.roots, self.optimizers = scene, roots, optimizers
@@ -212,7 +234,10 @@ def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
 
 
 def _outside(outputs: list[Any], grads: dict[int, Any], torch: Any) -> dict[int, Any]:
-    """Of the gradients that came to each output what did not come from another output: that of logits comes from the loss that is returned beside them."""
+    """The part of each output's gradient that does not come from another output.
+
+    For example, the gradient of logits may come from a loss that the module also returns.
+    """
     found = dict(grads)
     heard = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
     for at in heard if 1 < len(heard) <= MOST_OUTPUTS else ():
@@ -234,14 +259,14 @@ def _held(roots: list[Any]) -> list[Any]:
 
 
 def _rates(parameters: list[Any]) -> list[float]:
-    """A tensor that starts at zero moves as far as the others do."""
+    """The step size of each tensor. A tensor that starts at zero moves as far as the others."""
     sizes = [float(p.detach().double().square().mean().sqrt()) for p in parameters]
     common = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
     return [SHARPENING * max(size, 0.1 * common) for size in sizes]
 
 
 def _adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: Any) -> None:
-    """By hand: an optimizer object of torch would be taken for one of the program's."""
+    """Adam without an optimizer object, which would count as one of the program's."""
     with torch.no_grad():
         moments[0].lerp_(grad, 0.1)
         moments[1].lerp_(grad.square(), 0.05)
@@ -250,7 +275,10 @@ def _adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: An
 
 
 def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
-    """Move every weight by up to this share of itself, each time by the same draws; the program's random state is not touched."""
+    """Move every weight by up to this share, each time by the same draws.
+
+    The program's random state does not change.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in (p for p in parameters if p.is_floating_point()):
@@ -258,7 +286,7 @@ def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """LBFGS asks for its closure; others take one if they get it."""
+    """Whether the step requires a closure, as LBFGS does; others accept one."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

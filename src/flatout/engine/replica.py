@@ -1,28 +1,30 @@
-"""The guard's step replica: training steps done again plainly, under the levers, and in float64.
+"""The guard's step replica: runs training steps again plainly, under the levers, and in float64.
 
-In a running script a few steps are listened to: a copy of the root modules and optimizers, then for each step the inputs of
-each root's first forward, the random state, and the gradient that came back to each output. From these the steps can be
-done again without the script's code: forward, vector-Jacobian product, optimizer. Compared are (`flatout.engine.rounding`)
+The replica records a few steps of a running script: a copy of the root modules and optimizers, then for each
+step the inputs of each root's first forward, the random state, and the gradient that returns to each output.
+From these it repeats the steps without the script's code: forward, vector-Jacobian product, optimizer. It
+compares (`flatout.engine.rounding`)
 
-    outputs      what the root modules give
-    gradient     of all parameters together, beside the script's own gradient noise from batch to batch
-    parameters   the same for each parameter tensor alone: a small one may be wrong without being seen in the whole
-    clipping     what clip_grad_norm_ makes of the same gradients
-    update       what the optimizers make of the same gradients over some steps
-    buffers      how running statistics move
-    resolution   how many significant bits a loss has that a root module computes
-    flushed      gradient elements that are zero where the plain ones are not
+    outputs      the outputs of the root modules
+    gradient     of all parameters together, relative to the script's own gradient noise from batch to batch
+    parameters   the same for each parameter tensor: a small one may be wrong without showing in the total
+    clipping     the result of clip_grad_norm_ for the same gradients
+    update       the updates of the optimizers from the same gradients over some steps
+    buffers      the changes of running statistics
+    resolution   the significant bits of a loss that a root module computes
+    flushed      gradient elements that are zero although the plain ones are not
     bits         gradient elements with fewer bits than half-precision products leave
-    saturated    elements of outputs and gradients that are one and the same largest or smallest value
+    saturated    elements of outputs and gradients that all equal one largest or smallest value
     later ...    gradient and resolution of the first step once more, after the updates of the optimizers
 
-A root module that computes its own loss is trained on one captured step first, so that the later step has a network that is sure
-of its samples: a gradient p - 1 that vanishes and a softmax that saturates show only there. For other modules the later step
-starts from the weights of the moment, and a replica that is asked late in a training sees what these weights bring about.
+A root module that computes its own loss is first trained on one captured step. The network of the later step
+is then confident of its samples: only there do a vanishing gradient p - 1 and a saturated softmax show. For
+other modules the later step starts from the present weights, and a replica late in a training shows their
+effects.
 
-What the script does between forward and backward (its loss) and between backward and optimizer is not done
-again; the losses of the trials answer for that. So a replica cannot see a loss function outside of the modules whose gradient
-vanishes late, nor a lever that breaks after more updates than it makes.
+The replica does not repeat the script's code between forward and backward (its loss) or between backward and
+optimizer. The losses of the trials cover it. So a replica cannot detect a loss function outside the modules
+whose gradient vanishes late, nor a lever that breaks after more updates than the replica makes.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from flatout.plan.plan import Choice
 STEPS = 4
 MOST_UPDATES = 64  # of sharpening
 FEWEST_UPDATES = 32
-SHARPENING_S = 4.0  # of updates beyond the fewest
-LONGEST_SHARPENING_S = 8.0  # where the fewest take longer there are none
-STEPS_OF_A_LARGE_MODEL = 2  # or of a slow one
+SHARPENING_S = 4.0  # time for updates beyond FEWEST_UPDATES
+LONGEST_SHARPENING_S = 8.0  # no sharpening if FEWEST_UPDATES take longer
+STEPS_OF_A_LARGE_MODEL = 2  # also for slow models
 SLOW_MS = 1000.0
 LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
 PATIENCE_STEPS = 12
@@ -54,8 +56,10 @@ PATIENCE_STEPS = 12
 
 @dataclass
 class Reference:
-    """The plays without levers: plainly, in float64, and with nudged weights; ``later`` is the later step from weights nudged by half precision's
-    last place. ``sure``: the later weights are those of a network that is sure of its samples.
+    """The plays without levers: plain, in float64, and with nudged weights.
+
+    ``later`` is the later step from weights nudged by half precision's last place. ``sure``: the network of
+    the later weights is confident of its samples.
     """
 
     replay: Replay
@@ -67,7 +71,7 @@ class Reference:
 
 
 class StepReplica:
-    """Listens to a few steps of the script, then judges. ``captured`` is True once it has seen enough."""
+    """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
 
     def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0) -> None:
         self.scene = scene
@@ -89,16 +93,16 @@ class StepReplica:
 
     @property
     def captured(self) -> bool:
-        """Asked at the end of each step."""
+        """Checked at the end of each step."""
         late = self.scene.steps - self._start >= PATIENCE_STEPS
         return bool(self.failure) or late or (len(self._steps) >= self._wanted and self.scene.steps > max(self._steps))
 
-    # -- capturing --------------------------------------------------------------------------------------------------
+    # -- capturing -------------------------------------------------------------------------------------------
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         step = self.scene.steps
         if self.scene.divided is not None and self.scene.divided.sharding is not None:
-            self.failure = "each rank has a part of the weights, and none can do a step alone"  # nor copy them: all would have to take part
+            self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
         if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
             return
         try:
@@ -123,7 +127,7 @@ class StepReplica:
                 tensor.register_hook(lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone()))
 
     def optimizer_begin(self, optimizer: Any) -> None:
-        """An optimizer that never steps while we listen is not asked for an update."""
+        """Record which optimizers step; the others make no update."""
         at = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
         if at is not None:
             self._stepped.add(at)
@@ -132,18 +136,19 @@ class StepReplica:
         device = self.scene.device_type
         return device, self.torch.get_autocast_dtype(device), self.torch.is_autocast_enabled(device)
 
-    # -- judging ----------------------------------------------------------------------------------------------------
+    # -- judging ---------------------------------------------------------------------------------------------
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
-        """The answer of `flatout.engine.rounding.compare`, or ``{"failure": sentence}``. ``choices``: of other levers.
+        """The answer of `flatout.engine.rounding.compare`, or ``{"failure": sentence}``.
 
-        ``bitwise``: no bit may differ, where none does between two plain plays.
+        ``choices``: those of other levers. ``bitwise``: no bit may differ, if two plain plays agree in every
+        bit.
         """
         if choices is not None:
             self.choices = list(choices)
         steps = [calls for _, calls in sorted(self._steps.items()) if any(call["grads"] for call in calls)]
         if not self.failure and len(steps) < 2:
-            self.failure = "no module of this program was called as a whole and given a gradient, step after step"
+            self.failure = "no root module of this program received a gradient in consecutive steps"
         if self.failure:
             return {"failure": self.failure}
         asleep, self.scene.asleep = self.scene.asleep, True
@@ -162,7 +167,7 @@ class StepReplica:
             self._played, self._share = sliced(steps, self._step_ms, self.torch)
             try:
                 self._reference = self._plain_plays(self._played)
-            except Exception:  # a module that cannot do with fewer samples
+            except Exception:  # a module that rejects fewer samples
                 if self._share == 1.0:
                     raise
                 self._played, self._share = steps, 1.0
@@ -170,23 +175,24 @@ class StepReplica:
         reference, steps = self._reference, self._played
         try:
             levers = reference.replay.play(steps, self.choices)
-        except self.torch.OutOfMemoryError:  # the copies that are compared take memory, too: nothing is known of the levers
-            return {"failure": "there was no memory left to do a step again beside the program"}
-        except Exception as error:  # the plain play has just gone through
+        except self.torch.OutOfMemoryError:  # the compared copies need memory too: this says nothing of the levers
+            return {"failure": "there is too little memory to run a step again next to the program"}
+        except Exception as error:  # the plain play has just succeeded
             levers = Played(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
-            return {"checks": [check("levers", 1.0, 0.0, f"a step of the program does not go through under the levers: {levers.failure}")]}
+            return {"checks": [check("levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}")]}
         if bitwise:
             found = same(reference.plain, levers, self.torch)
             if found["passed"] or same(reference.plain, reference.replay.play(steps), self.torch)["passed"]:
                 return {"checks": [found]}
-            # The plain step does not repeat its own bits (sums by atomic additions): it is left to the comparison that allows for rounding.
+            # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
+            # rounding.
         found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch, self._share)
         found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
         return found
 
     def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> Reference:
-        """The same for all levers that are judged."""
+        """The plays without levers, shared by all judged levers."""
         replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
         if updates:
@@ -194,13 +200,16 @@ class StepReplica:
         plain = replay.play(steps)
         try:
             double = replay.play(steps[:1], double=True)
-        except Exception:  # a dtype written into the forward pass: no float64 reference is available
+        except Exception:  # the forward pass fixes a dtype: no float64 reference
             double = Played()
         nudged = replay.play(steps[:1], nudge=NUDGE)
         return Reference(replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0)
 
     def _updates(self, replay: Replay, steps: list[list[dict[str, Any]]]) -> int:
-        """How many updates of sharpening the time allows; none where the loss is not computed by a root module, and so not known."""
+        """How many sharpening updates the time allows.
+
+        It is 0 if no root module computes the loss, which is then unknown.
+        """
         replay.play_later(None, steps)
         if self._wanted < STEPS or any(grad.dim() for call in steps[0] for grad in call["outside"].values()):
             return 0

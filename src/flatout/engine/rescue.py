@@ -1,8 +1,9 @@
-"""Keeps verified saves of a script that knows nothing of it: at intervals, at signals, and at its end.
+"""Keeps verified checkpoints of any script: at intervals, at signals, and at its end.
 
-A state is taken when a step begins, where weights, optimizers and schedulers are those of the step before. A signal waits for that, but not for long; what was
-then taken inside a step says so. The copy that a model's end leaves behind (a model that belongs to a function goes before its process) is written when the
-process ends and nothing newer was.
+A state is taken when a step begins: weights, optimizers and schedulers are then those after the previous
+step. A signal waits briefly for that moment. A state taken inside a step is marked as such. A model that
+belongs to a function dies before its process. Its last copy is written when the process ends, if no newer
+state was written.
 """
 
 from __future__ import annotations
@@ -33,43 +34,49 @@ from flatout.state.values import Packed, pack
 
 KIND = "rescue"
 KEEP = 2
-PATIENCE_S, LONGEST_PATIENCE_S = 5.0, 20.0  # for the end of a step after a signal; while an optimizer is at work, whose weights are of no step
-SETTLING_S = 0.2  # after an optimizer, for schedulers and the like, before a signal that has waited is passed on
-TRY_AGAIN_S = 30.0  # a folder that could not be opened
+# How long a signal waits for the end of a step, and while an optimizer works, whose weights belong to no
+# step.
+PATIENCE_S, LONGEST_PATIENCE_S = 5.0, 20.0
+SETTLING_S = 0.2  # wait for schedulers and the like after an optimizer, before passing on a waiting signal
+TRY_AGAIN_S = 30.0  # interval for opening the folder again
 
 
 class Beside(Protocol):
-    """Adds to saves what another process needs to go on exactly."""
+    """Adds to checkpoints what another process needs to resume exactly."""
 
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        """A part of the state, and why the program could not be gone on with exactly from it, or ""."""
+        """A part of the state, and the reason why the program could not resume exactly from it, or ""."""
 
     def told(self) -> dict[str, Any]:
-        """What is told of it in the manifest."""
+        """The metadata for the manifest."""
 
     def kept(self, step: int) -> None:
-        """The save of this step was found right."""
+        """The checkpoint of this step was verified."""
 
     def flush(self) -> None:
-        """Until what that part counts on is on the disk. Raises StorageError."""
+        """Write everything that this part depends on to disk. Raises StorageError."""
 
 
 class Rescue(Listener):
-    """``say`` is for the person; ``may_begin`` is asked once, when the first step has ended: of several processes of a run one keeps saves. ``goes_on``:
-    with the saves that are there, from the one of a step, and not in a new run."""
+    """Keeps checkpoints of the script in this process.
+
+    ``say`` prints a message to the user. ``may_begin`` is called once, when the first step has ended: only
+    one of several processes of a run keeps checkpoints. ``goes_on`` is the step from which this run resumes,
+    with its existing checkpoints, or None for a new run.
+    """
 
     goes_on: int | None = None
-    signalled = False  # whatever the program makes of it, its end is not of its own accord
-    cost_s = 0.0  # of a save, as far as it is known
+    signalled = False  # a signal came, so the end is not the program's own
+    cost_s = 0.0  # cost of a checkpoint, if known
     beside: Beside | None = None
-    agrees: Callable[[bool, int], bool] = staticmethod(lambda wants, steps: wants)  # of several ranks all save after the same step
+    agrees: Callable[[bool, int], bool] = staticmethod(lambda wants, steps: wants)  # all ranks save after the same step
 
     def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
         self.torch, self.folder, self.say, self.may_begin, self.ledger = torch, folder, say, may_begin, ledger
         self.schedulers, self.epochs = Schedulers(torch, ledger), Epochs(torch, ledger)
         self.signals = Signals(self._heard)
         self.scene: Any = None
-        self.shown = os.path.relpath(folder)  # a program may go elsewhere
+        self.shown = os.path.relpath(folder)  # a program may change its working directory
         self.saver: Saver | None = None
         self.belongings: Belongings | None = None
         self.pid, self.began_s = os.getpid(), seconds()
@@ -77,19 +84,19 @@ class Rescue(Listener):
         self._pending: int | None = None  # a signal that waits for the end of a step
         self._reminders = 0
         self._rung = self._reminded = False
-        self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # what a training was when its model went
+        self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
         self._copies_s = self._retry_s = 0.0
-        self._begun_step = -1  # of the last save that was begun
+        self._begun_step = -1  # step of the last started checkpoint
         self._saving = self._told = self._due = self._between = False
 
     def broke(self, error: Exception) -> None:
-        """A mistake of ours: the program goes on, and what was kept stays."""
-        self.say(f"flatout made a mistake ({type(error).__name__}: {error}), and nothing more is kept of this program")
+        """Handle an internal error: the program continues, and existing checkpoints stay."""
+        self.say(f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay")
         self.leave()
         self.scene.rest()
 
     def leave(self) -> None:
-        """Keep nothing from here on; signals are the program's alone again."""
+        """Keep no more checkpoints, and return signals to the program."""
         self._active = False
         self.signals.leave()
 
@@ -98,7 +105,7 @@ class Rescue(Listener):
         return self._active
 
     def begin(self, scene: Any) -> None:
-        """When the first step has ended. Nothing is written before."""
+        """Called when the first step has ended. Nothing is written before."""
         self.scene, self.pid = scene, os.getpid()
         self.epochs.first_step_ended()
         self._active = self.may_begin()
@@ -108,21 +115,22 @@ class Rescue(Listener):
             if self.goes_on is not None:
                 self._opened()
 
-    # -- what is heard, in each step ------------------------------------------------------------------------------------
+    # -- observations in each step ---------------------------------------------------------------------------
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         if not self._inside:
             self._step_begins()
 
     def backward_begin(self, losses: tuple) -> None:
-        if not self._inside:  # a forward pass that nobody has heard: of no module, or inside a compiled function
+        if not self._inside:  # the forward pass was not observed: no module, or inside a compiled function
             if self.beside is not None and self._active and not self.scene.boundaries.by_backward:
-                return  # with an optimizer, it is gone on with from before its step, where there is no graph in flight
+                return  # with an optimizer, resuming starts before its step, where no graph is in flight
             self._step_begins(late=True)
 
     def backward_end(self) -> None:
         if self._active:
-            self._updated |= self.scene.boundaries.by_backward  # a script without an optimizer changes its weights from here on, and nobody hears when
+            # A script without an optimizer changes its weights from here on, unobserved.
+            self._updated |= self.scene.boundaries.by_backward
 
     def optimizer_begin(self, optimizer: Any) -> None:
         if not self._inside:
@@ -133,7 +141,10 @@ class Rescue(Listener):
         self._updating, self._updated = False, True
 
     def step_end(self) -> None:
-        """Not yet the moment to save: schedulers, scalers and averaged copies are brought up to date after the optimizer."""
+        """Schedule a checkpoint; it is too early to save.
+
+        Schedulers, scalers and averaged copies are updated after the optimizer.
+        """
         self._inside = self._updating = self._updated = False
         if self._active:
             wants = self.saver.due(self.scene.steps) if self.saver is not None else seconds() >= self._retry_s
@@ -142,9 +153,9 @@ class Rescue(Listener):
                 self._remind(self._pending, SETTLING_S)
 
     def _step_begins(self, late: bool = False) -> None:
-        """All of the step before is done; ``late``: something of this one, too."""
+        """The previous step is complete. ``late``: part of the new step has run, too."""
         if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
-            return  # a hook that is compiled with the model, or hears of stand-ins for tensors: what comes next will be heard
+            return  # the hook is being compiled, or receives fake tensors; the next call is observed
         self._inside, self._between = late, not late
         if self._active and (self._due or (self._pending is not None and self.agrees(True, self.scene.steps))):
             self._due = False
@@ -156,15 +167,17 @@ class Rescue(Listener):
         if not self._told:
             self._tell_what_is_kept()
 
-    # -- saving ---------------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
 
     def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
-        """Of the state as it is. ``last``: the training does not go on before it is written; ``ended``: it does not go on at all. Whether there is a save of it
-        now, or will be."""
+        """Save the present state; return whether a checkpoint of it exists or will exist.
+
+        ``last``: the training waits until it is written. ``ended``: the training does not continue at all.
+        """
         self._saving = True
         try:
             dynamo = sys.modules.get("torch._dynamo")
-            keep = self._keep if dynamo is None else dynamo.disable(self._keep)  # where functions are being compiled, ours are not
+            keep = self._keep if dynamo is None else dynamo.disable(self._keep)  # do not compile our functions
             return bool(keep(why, frame, last, ended))
         finally:
             self._saving = False
@@ -179,7 +192,7 @@ class Rescue(Listener):
         self.belongings.look(frame)
         if self.belongings.divided:
             self._active = False
-            self.say("rescue: the weights of this program lie in parts on its ranks, and nothing is kept of them. Save them in the script.")
+            self.say("rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script.")
             return False
         step, packed, told = self._packed(why, ended, frame)
         self._begun_step, self._leaving = step, None
@@ -189,7 +202,7 @@ class Rescue(Listener):
         return True
 
     def _packed(self, why: str, ended: bool = False, frame: FrameType | None = None) -> tuple[int, Packed, dict[str, Any]]:
-        """The steps that are done, their state, and what is told of it."""
+        """The completed steps, their state, and its metadata."""
         assert self.belongings is not None
         belongings, steps = self.belongings, self._steps_done() if ended else self.scene.steps
         inside = self._inside and steps == self.scene.steps
@@ -211,7 +224,7 @@ class Rescue(Listener):
             try:
                 if self.goes_on is None:
                     begin_run(saves)
-                else:  # what was kept after it comes again
+                else:  # the run writes later checkpoints again
                     for path in saves.paths():
                         if step_of(path) > self.goes_on:
                             saves.discard(path)
@@ -220,7 +233,7 @@ class Rescue(Listener):
                 raise
         except FlatoutError as error:
             if not self._retry_s:
-                self.say(f"rescue: {error} The training goes on, and this is tried again.")
+                self.say(f"rescue: {error} The training continues, and flatout tries again.")
             self._retry_s = seconds() + TRY_AGAIN_S
             return False
         self.saver = Saver(self.torch, saves, KIND, Clocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
@@ -242,14 +255,17 @@ class Rescue(Listener):
         manifest = last.manifest
         size = sum(stored.bytes for stored in manifest.files.values())
         names = ", ".join(held["name"] for held in manifest.told["holds"]) or "nothing that trains"
-        self.say(f"rescue keeps {names}: {size / 2**20:,.1f} MiB a save, the newest {KEEP}, in {self.shown}")
+        self.say(f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}")
         if manifest.left_out:
             self.say(f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}")
 
-    # -- signals --------------------------------------------------------------------------------------------------------
+    # -- signals ---------------------------------------------------------------------------------------------
 
     def _heard(self, number: int) -> bool:
-        """Whether the program gets the signal now. Called between any two instructions of the program, which must not hear of a mistake of ours."""
+        """Whether to pass the signal to the program now.
+
+        Called between any two instructions of the program, which must not see an internal error.
+        """
         try:
             return self._passes(number)
         except Exception as error:
@@ -261,14 +277,14 @@ class Rescue(Listener):
         if not self._active:
             return True
         reminder, self._rung = self._rung, False
-        if reminder and self._pending is None:  # the step has ended meanwhile
+        if reminder and self._pending is None:  # the step has ended
             return False
         if self._saving or (self._pending is None and (self._inside or self.beside is not None)):
             if self._pending is None:
                 self._pending, self._reminded = number, False
                 self._remind(number, PATIENCE_S)
                 return False
-            if reminder:  # what is being saved is what it was waiting for
+            if reminder:  # the checkpoint in progress is the awaited one
                 return False
         if self._pending is None:
             self._last_save(signal.Signals(number).name)
@@ -278,11 +294,14 @@ class Rescue(Listener):
             return False
         elif reminder:
             self._last_save(signal.Signals(number).name)
-        self._pending = None  # a second signal wants the end now
+        self._pending = None  # a second signal requests an immediate end
         return True
 
     def _remind(self, number: int, after_s: float) -> None:
-        """Send ourselves the signal again after a while. No Thread of Python's: starting one takes locks that the program may hold just now."""
+        """Send this process the signal again after a while.
+
+        No Python Thread: starting one takes locks that the program may hold.
+        """
         self._reminders += 1
         _thread.start_new_thread(self._ring, (number, after_s, self._reminders))
 
@@ -294,7 +313,7 @@ class Rescue(Listener):
             signal.pthread_kill(main, number)
 
     def _end_waiting(self) -> None:
-        """The step that a signal waited for is done."""
+        """The step that a signal waited for is complete."""
         number = self._pending
         assert number is not None
         self._pending = None
@@ -302,14 +321,14 @@ class Rescue(Listener):
         self.scene.then = lambda: self.signals.pass_on(number, sys._getframe(1))
 
     def _last_save(self, why: str) -> None:
-        """Before a signal is passed on: the state as it is now, unless its weights are of no step."""
+        """Save the present state before passing on a signal, unless its weights belong to no step."""
         if self._updating:
-            self.say(f"rescue: {why} came while an optimizer was at work, and it did not end in time; what was kept before stays")
+            self.say(f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay")
         elif (self._kept_step() == self.scene.steps and not self._updated) or self._save(why, sys._getframe(1), last=True):
             self._tell_where(why)
 
     def _kept_step(self) -> int:
-        """Of the newest save that can be believed, once nothing is being written any more; -1 where there is none."""
+        """The step of the newest valid checkpoint, after all writing has ended; -1 if there is none."""
         if self.saver is None:
             return -1
         self.saver.wait()
@@ -320,12 +339,12 @@ class Rescue(Listener):
             last = self.saver.last
             if not self._told:
                 self._tell_what_is_kept()
-            self.say(f"rescue: {why}; {where_of(last.manifest.told, last.step)} is kept. `flatout rescue` lists it, `flatout rescue --to DIR` writes it")
+            self.say(f"rescue: {why}; {where_of(last.manifest.told, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def _gone(self) -> None:
-        """A module or an optimizer of the training has come to its end: a copy is kept in memory, while that costs next to nothing."""
+        """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
         if not self._active or os.getpid() != self.pid or self._updating or self._saving or self.belongings is None or self.saver is None:
             return
         steps = self._steps_done()
@@ -338,11 +357,14 @@ class Rescue(Listener):
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in packed.tensors.items()}
             self._leaving = steps, Packed(packed.tree, copies, packed.left_out), told
         except Exception as error:  # Python would print a traceback into the program's output
-            self.say(f"rescue: the end of the training could not be kept ({type(error).__name__}: {error})")
+            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
         self._copies_s += seconds() - began_s
 
     def _steps_done(self) -> int:
-        """Also the last one of a script without an optimizer, whose end nobody hears."""
+        """The number of completed steps.
+
+        Includes the last step of a script without an optimizer, whose end is not observed.
+        """
         boundaries = self.scene.boundaries
         return int(self.scene.steps) + int(boundaries.by_backward and boundaries.pending and self._failure() is None)
 
@@ -351,7 +373,7 @@ class Rescue(Listener):
         return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
     def finish(self) -> None:
-        """At the end of the process. Raises nothing."""
+        """Called at the end of the process. Raises nothing."""
         if not self._active or os.getpid() != self.pid or self.belongings is None:
             return
         self._active = False
@@ -361,13 +383,13 @@ class Rescue(Listener):
             self._finish(signal.Signals(number).name if number is not None else type(failure).__name__ if failure is not None else "its end")
             if failure is not None and not isinstance(failure, KeyboardInterrupt):
                 self._tell_where(type(failure).__name__)
-            if number is not None:  # the program has ended by itself while the signal waited
+            if number is not None:  # the program ended while the signal waited
                 self.signals.pass_on(number, sys._getframe())
         except Exception as error:
-            self.say(f"rescue: the end of the training could not be kept ({type(error).__name__}: {error})")
+            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
 
     def _finish(self, why: str) -> None:
-        """What was copied when a model went, or what is still alive: where it is newer than what was kept."""
+        """Write the copy of a dead model, or the state of a live one, if it is newer than the checkpoints."""
         steps, kept, leaving = self._steps_done(), self._kept_step(), self._leaving
         if leaving is not None and self.saver is not None and leaving[0] >= steps:
             if leaving[0] > kept:
@@ -387,5 +409,5 @@ class Rescue(Listener):
 
 
 def where_of(told: Mapping[str, Any], step: int) -> str:
-    """What a save is of: ``step 120``, or ``the inside of step 121``."""
-    return f"the inside of step {step + 1}" if told.get("inside") else f"step {step}"
+    """The position of a checkpoint: ``step 120``, or ``step 121 (in progress)``."""
+    return f"step {step + 1} (in progress)" if told.get("inside") else f"step {step}"

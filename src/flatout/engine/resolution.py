@@ -1,7 +1,8 @@
-"""How fine the numbers of a run are: significant bits of its losses, and tensors that are flushed to zero, short of bits or saturated.
+"""The numeric resolution of a run: significant bits of losses; flushed, coarse or saturated tensors.
 
-Half precision is sound where products are rounded to it, and the loss and the sums stay in float32. A bfloat16 number has 8
-significant bits and a float16 number 11, so a gradient that comes out of a product may have 8. A loss may not.
+Half precision is sound if only products are rounded to it, and the loss and the sums stay in float32. A
+bfloat16 number has 8 significant bits and a float16 number 11. So a gradient that results from a product may
+have 8; a loss may not.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-SHORT_BITS = 10  # a loss with no more: all of bfloat16's, half of float16's, one in 8,192 of float32's
-SHORT_SHARE = 0.25  # of the losses, more than in the plain program: one loss in half precision among three is seen
-FEW_BITS = 5  # of a gradient: one in eight of bfloat16's, and every number of an 8-bit format
+SHORT_BITS = 10  # true of all bfloat16 losses, half of float16's, one in 8,192 of float32's
+SHORT_SHARE = 0.25  # of the losses, beyond the plain program; detects one half-precision loss among three
+FEW_BITS = 5  # of a gradient: true of one in eight of bfloat16's, and every number of an 8-bit format
 FEW_BITS_SHARE = 0.4  # sound: up to 0.22
 FLUSHED_SHARE = 0.05  # sound: up to 0.0005
 SATURATED_SHARE = 0.25  # sound: up to 0.03
-FEWEST_ELEMENTS = 64  # of a tensor whose elements are counted
-TOO_SMALL = 2.0**-24  # of the largest element: a sum in float32 loses it anyway
+FEWEST_ELEMENTS = 64  # in a tensor whose elements are counted
+TOO_SMALL = 2.0**-24  # share of the largest element: a sum in float32 loses it anyway
 
 
 def significant_bits(value: float) -> int:
-    """From the leading to the last set bit of the mantissa; 0 of zero and of what is not finite."""
+    """The bits from the first to the last set bit of the mantissa; 0 for zero and non-finite values."""
     if not math.isfinite(value) or value == 0:
         return 0
     mantissa = int(abs(math.frexp(value)[0]) * 2.0**53)
@@ -29,7 +30,7 @@ def significant_bits(value: float) -> int:
 
 
 def coarseness(runs: Sequence[Sequence[float]]) -> float:
-    """The share of the losses with few significant bits, or that some other loss of the same run repeats, whichever is more."""
+    """The share of losses with few significant bits, or repeated within a run, whichever is larger."""
     count = sum(map(len, runs))
     if not count:
         return 0.0
@@ -39,9 +40,10 @@ def coarseness(runs: Sequence[Sequence[float]]) -> float:
 
 
 def fineness(plain: Any, levers: Any, torch: Any) -> list[tuple[str, float, float, str]]:
-    """``(name, value, limit, why)`` of what two plays (``replay.Played``) of the same steps tell of the resolution of the second.
+    """``(name, value, limit, why)`` of checks on the resolution of the second of two plays of the same steps.
 
-    Each value is a share beyond that of the plain play: of the losses among the outputs, or of the elements of the worst tensor.
+    Each value is a share beyond that of the plain play (``replay.Played``): of the losses among the outputs,
+    or of the elements of the worst tensor.
     """
     gradients = list(_pairs(plain.gradients, levers.gradients))
     both = [*_pairs(plain.outputs, levers.outputs), *gradients]
@@ -52,14 +54,17 @@ def fineness(plain: Any, levers: Any, torch: Any) -> list[tuple[str, float, floa
     few, saturated = max(0.0, few), max(0.0, saturated)
     return [
         ("resolution", short, SHORT_SHARE, f"{short:.0%} of the losses that the module computes have at most {SHORT_BITS} significant bits"),
-        ("flushed", flushed, FLUSHED_SHARE, f"{flushed:.0%} of the elements of one gradient are zero where those of the plain step are not"),
+        ("flushed", flushed, FLUSHED_SHARE, f"{flushed:.0%} of the elements of one gradient are zero, but not in the plain step"),
         ("bits", few, FEW_BITS_SHARE, f"{few:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits"),
         ("saturated", saturated, SATURATED_SHARE, f"{saturated:.0%} of the elements of one tensor are its largest or smallest value"),
     ]
 
 
 def _losses_of(played: Any) -> float:
-    """Losses are the outputs without a dimension: one output of a batch of one has one."""
+    """The share of losses with few bits.
+
+    Losses are outputs without a dimension: an output of a batch of one has one.
+    """
     scalars = [float(out) for outputs in played.outputs for out in outputs if out.dim() == 0]
     return sum(significant_bits(x) <= SHORT_BITS for x in scalars) / len(scalars) if scalars else 0.0
 
@@ -72,7 +77,10 @@ def _pairs(plain: Sequence[Sequence[Any]], levers: Sequence[Sequence[Any]]) -> I
 
 
 def _flushed(plain: Any, levers: Any) -> float:
-    """Zeros that the plain gradient has not, less those that only it has: an activation near its kink may be on either side."""
+    """The share of zeros that the plain gradient does not have, minus the zeros that only it has.
+
+    An activation near its kink may be on either side.
+    """
     counted = plain.abs() > TOO_SMALL * plain.abs().max()
     if int(counted.sum()) < FEWEST_ELEMENTS:
         return 0.0

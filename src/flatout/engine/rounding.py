@@ -1,8 +1,9 @@
-"""How far apart two plays of the same steps may be and still be the same maths, rounded otherwise.
+"""How far two plays of the same steps may differ and still be the same maths with other rounding.
 
-There is no fixed tolerance. The scales are the program's own: the error that plain float32 makes against float64, and how much
-the gradients of two batches differ. What honest half precision does was measured on sound levers (autocast, TF32-like products,
-channels_last, compile, other threads) over nine networks, from a linear model to ResNet-50; the figures are beside the constants.
+There is no fixed tolerance. The scales come from the program: the error of plain float32 against float64, and
+the difference between the gradients of two batches. The limits of sound half precision were measured on sound
+levers (autocast, TF32-like products, channels_last, compile, other threads) over nine networks, from a linear
+model to ResNet-50. The figures are next to the constants.
 """
 
 from __future__ import annotations
@@ -16,35 +17,46 @@ from flatout.engine.replay import Played
 from flatout.engine.resolution import fineness
 from flatout.measure.parity import relative_distance
 
-HALF_UNIT = 2.0**-8  # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; gradients of eight bits: from 1e-2
-OUTPUT_UNIT = 2.0**-7  # Sound where float32 makes next to no error: up to 0.0032 (a linear model, bfloat16); weights of four bits there: from 0.016
-HALF_OF_FLOAT32 = 2.0**16  # its ratio to float32's. Sound: up to 4.2e4 times float32's own error; weights of four bits: from 6e4
-OUTPUT_CAP = 0.15  # of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
-# Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to 6.5 sqrt(e)
-# (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
+# bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
+# from 1e-2.
+HALF_UNIT = 2.0**-8
+# For networks where float32 has almost no error. Sound: up to 0.0032 (a linear model, bfloat16); 4-bit
+# weights: from 0.016.
+OUTPUT_UNIT = 2.0**-7
+# Half precision's unit over float32's. Sound: up to 4.2e4 times float32's own error; 4-bit weights: from 6e4.
+HALF_OF_FLOAT32 = 2.0**16
+OUTPUT_CAP = 0.15  # share of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
+# Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to
+# 6.5 sqrt(e) (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
 KINKS = 10.0
-NOISE_CAP = 0.75  # of the distance between two batches. Sound: up to 0.52 (ResNet-50, bfloat16, at its start); weights of four bits there: 1.6
-SAME_MATHS = 20.0  # an optimizer's arithmetic: times the error that plain float32 makes itself,
-SAME_MATHS_MORE = 0.02  # but never so much more than it
+# Share of the distance between two batches. Sound: up to 0.52 (ResNet-50, bfloat16, at its start); 4-bit
+# weights there: 1.6.
+NOISE_CAP = 0.75
+SAME_MATHS = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
+SAME_MATHS_MORE = 0.02  # but at most this much more
 FLOOR = 1e-5
-HALF_NUDGE = 2.0**-9  # of every weight: bfloat16 rounds by up to this share
-NUDGE = 2.0**-11  # of every weight, to see how the gradient answers
-# A network is smooth where the gradient answers a nudge in proportion to the outputs. Without kinks: 0.7 to 2 times; with them: 11 to 100 times.
+HALF_NUDGE = 2.0**-9  # share of every weight: bfloat16 rounds by up to this
+NUDGE = 2.0**-11  # share of every weight, to measure the response of the gradient
+# A network is smooth if the gradient responds to a nudge in proportion to the outputs. Without kinks: 0.7 to
+# 2 times; with kinks: 11 to 100 times.
 SMOOTH = 5.0
-# What running statistics move by follows from the activations. Sound: its error up to 5.4 times that of the outputs (a CNN, bfloat16);
-# running statistics that are kept in bfloat16: from 9e4 times.
+# Changes of running statistics follow from the activations. Sound: an error up to 5.4 times that of the
+# outputs (a CNN, bfloat16); running statistics in bfloat16: from 9e4 times.
 MOVES = 256.0
-SURE = 10.0  # of what half precision's last place in every weight makes of the gradient. Sound: up to 3.4 times (a GPT, bfloat16)
+# Multiple of the gradient's response to half precision's last place in every weight. Sound: up to 3.4 times
+# (a GPT, bfloat16).
+SURE = 10.0
 USABLE_ANSWER = 0.5
-USABLE_REFERENCE = 1e-2  # float32 further than this from float64: the random draws differed, or the maths is chaotic
+USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
 
 
 def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch: Any, share: float = 1.0) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
-    ``nudged`` holds the first step only, ``double`` that or nothing. ``smooth`` tells that the losses of the levers'
-    first steps cannot leave the plain ones by more than the gradient error that was seen. ``share``: of the samples of a batch that were
-    played. The gradients of whole batches are closer to each other by its square root, and so are those on both sides of a kink.
+    ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
+    first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
+    share of the batch's samples that was played. The gradients of whole batches are closer to each other by
+    its square root, and so are those on both sides of a kink.
     """
     if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
         double = Played()
@@ -55,7 +67,7 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
     clipping = max((abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0)
-    checks.append(check("clipping", clipping, FLOOR, f"clip_grad_norm_ leaves gradients {clipping:.2g} (relative) from those that it leaves in the plain step"))
+    checks.append(check("clipping", clipping, FLOOR, f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step"))
     if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
         checks.append(_buffers(plain, levers, double, max(HALF_UNIT, MOVES * error), share, torch))
     answer = max((_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0)
@@ -64,9 +76,10 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
 
 
 def later(plain: Played, levers: Played, nudged: Played, sure: bool, torch: Any) -> list[dict[str, Any]]:
-    """Whether half precision stays in the products: checks of the captured steps, and of the later one.
+    """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
-    There the gradient may not leave the plain one by much more than where every weight is moved by half precision's last place (``nudged``).
+    There the gradient may differ from the plain one by little more than if half precision's last place moves
+    every weight (``nudged``).
     """
     checks = [check(*found) for found in fineness(plain, levers, torch)]
     one, other = plain.later, levers.later
@@ -75,9 +88,9 @@ def later(plain: Played, levers: Played, nudged: Played, sure: bool, torch: Any)
     answer = _worst(one.gradients, nudged.gradients, torch)
     if not answer <= USABLE_ANSWER:
         return checks
-    when = "once the network is sure of these samples" if sure else "after some more updates"
+    when = "once the network is confident of these samples" if sure else "after some more updates"
     error, limit = _worst(one.gradients, other.gradients, torch), max(KINKS * HALF_UNIT, SURE * answer)
-    why = f"{when}, the gradient is {error:.2g} (relative) from the plain one; moving every weight by half precision's last place moves it by {answer:.2g}"
+    why = f"{when}, the gradient differs by {error:.2g} (relative) from the plain one; half precision's last place in every weight moves it by {answer:.2g}"
     return [*checks, check("later gradient", error, limit, why),
             *(check(f"later {name}", value, most, f"{when}, {why}") for name, value, most, why in fineness(one, other, torch))]
 
@@ -87,14 +100,14 @@ def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -
 
 
 def same(plain: Played, levers: Played, torch: Any) -> dict[str, Any]:
-    """Whether outputs, gradients, updates and moves of buffers are the same, bit by bit."""
+    """Whether outputs, gradients, updates and buffer changes are equal, bit by bit."""
 
     def equal(a: Any, b: Any) -> bool:
         return a is b or (a is not None and b is not None and torch.equal(a, b))
 
     apart = [what for what in ("outputs", "gradients", "moves", "updates")
              if not all(equal(a, b) for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True))]
-    why = f"{' and '.join(apart)} differ from those of the plain step" if apart else "every bit is that of the plain step"
+    why = f"{' and '.join(apart)} differ from those of the plain step" if apart else "every bit equals that of the plain step"
     return check("bitwise", float(len(apart)), 0.0, why)
 
 
@@ -107,16 +120,19 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
 
 
 def _outputs(plain: Played, levers: Played, double: Played) -> tuple[dict[str, Any], float]:
-    """The check, and the error: the largest over steps and outputs, as a share of how much the numbers of that output differ among themselves."""
+    """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
     own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
     error = max((_of_spread(a, b) for x, y in zip(levers.outputs, reference, strict=True) for a, b in zip(x, y, strict=True)), default=0.0)
     limit = min(OUTPUT_CAP, max(OUTPUT_UNIT, HALF_OF_FLOAT32 * own)) if double.outputs else OUTPUT_CAP
-    return check("outputs", error, limit, f"the outputs are {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}"), error
+    return check("outputs", error, limit, f"the outputs differ by {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}"), error
 
 
 def _of_spread(x: Any, y: Any) -> float:
-    """Infinities that a mask has put there must be in the same places; they do not count otherwise."""
+    """The distance relative to the spread.
+
+    Infinities of a mask must match in place; they do not count otherwise.
+    """
     if x.shape != y.shape or not bool((x.isfinite() == y.isfinite()).all()):
         return math.inf
     x, y = x.double()[y.isfinite()], y.double()[y.isfinite()]
@@ -129,7 +145,8 @@ def _gradient(plain: Played, levers: Played, double: Played, noise: float, kinks
     own = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
     limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
-    return check("gradient", error, limit, f"the gradient is {error:.2g} (relative) from {_name(double)}{_own(double, own)}; two batches differ by {noise:.2g}")
+    return check("gradient", error, limit, f"the relative gradient error against {_name(double)} is {error:.2g}{_own(double, own)}; "
+                                           f"batches differ by {noise:.2g}")
 
 
 def _parameters(plain: Played, levers: Played, double: Played, kinks: float, share: float, torch: Any) -> dict[str, Any]:
@@ -138,14 +155,14 @@ def _parameters(plain: Played, levers: Played, double: Played, kinks: float, sha
         mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
         own = relative_distance(mine[:1], [double.gradients[0][at]], torch) if double.gradients else 0.0
         size = _size(mine)
-        if size == 0.0 or own > USABLE_REFERENCE:  # a gradient of nothing but rounding (a bias before a normalisation) says nothing
+        if size == 0.0 or own > USABLE_REFERENCE:  # a gradient of pure rounding (a bias before a normalisation)
             continue
         noise = math.sqrt(share * len(mine) / (2 * len(mine) - 2)) * _size([_minus(a, b) for a, b in pairwise(mine)]) / size
         error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)
-    return check("parameters", worst[1], worst[2], f"the gradient of the parameter that suffers most is {worst[1]:.2g} (relative) from the plain one; "
+    return check("parameters", worst[1], worst[2], f"the gradient of the worst parameter differs by {worst[1]:.2g} (relative) from the plain one; "
                                                    f"between batches it differs by {worst[3]:.2g}")
 
 
@@ -159,7 +176,7 @@ def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[
         error = relative_distance([levers.updates[at]], [reference], torch)
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit)
-    return check("update", worst[1], worst[2], f"from the same gradients the optimizer makes an update {worst[1]:.2g} (relative) from that of {_name(double)}")
+    return check("update", worst[1], worst[2], f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}")
 
 
 def _buffers(plain: Played, levers: Played, double: Played, cap: float, share: float, torch: Any) -> dict[str, Any]:
@@ -167,11 +184,14 @@ def _buffers(plain: Played, levers: Played, double: Played, cap: float, share: f
     cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
     own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
     limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
-    return check("buffers", error, limit, f"running statistics moved {error:.2g} (relative) from where the plain step moved them")
+    return check("buffers", error, limit, f"running statistics differ by {error:.2g} (relative) from those of the plain step")
 
 
 def _noise(steps: list[list[Any]], torch: Any) -> float:
-    """How far one batch's gradient is from another's at the same weights: the median over neighbours, over the square root of two."""
+    """The distance between gradients of two batches at the same weights.
+
+    It is the median over adjacent batches, divided by the square root of two.
+    """
     found = sorted(relative_distance(a, b, torch) / math.sqrt(2) for a, b in pairwise(steps))
     return found[len(found) // 2]
 

@@ -1,8 +1,9 @@
-"""The gate's child: ``python -m flatout.kernels SUBJECT RECORDS [AFTER]``.
+"""The gate's child process: ``python -m flatout.kernels SUBJECT RECORDS [AFTER]``.
 
-Writes one JSON object a line to RECORDS: first the list of checks, then before each check its number, and its outcome after it. So
-whoever reads it knows which check a crash belongs to, and starts again AFTER it. Where there is CUDA C++ and no GPU, it asks for the
-emulator and ends: libraries are made by whoever may start a compiler, and named in FLATOUT_EMULATED.
+Writes one JSON object per line to RECORDS: first the list of checks, then the number of each check before it
+runs and its outcome after it. So the reader knows which check caused a crash, and restarts AFTER it. For CUDA
+C++ without a GPU, it requests the emulator and ends. A process that may start a compiler then builds the
+libraries and names them in FLATOUT_EMULATED.
 """
 
 from __future__ import annotations

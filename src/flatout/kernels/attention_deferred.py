@@ -1,12 +1,17 @@
-"""Scores and weights that are not computed until somebody looks: so that attention that is written by hand can be computed by torch's fused kernel.
+"""Defer attention scores and weights until something reads them.
 
-Inside ``with watch:`` the product of two matrices may be a tensor without memory that knows how it would be made. Scale, masks, softmax, views and casts
-make such tensors of it (``attention_forms`` reads them), and the product with the values becomes ``F.scaled_dot_product_attention`` of what the
-script has multiplied. Everything else that meets one computes what the script wrote, operator by operator, and goes on with that: weights that a
-script returns, keeps, prints or puts a hook on are those of the plain program, bit for bit. A dropout that draws ends the way, too.
+This lets torch's fused kernel compute the attention.
 
-A product that turns out to be no attention, or whose weights are looked at, is left alone from then on (``Watch.step``). Whether a mask is causal is
-looked up once for each mask that stays what it is from step to step, as a buffer does; for others nobody waits for their values.
+Inside ``with watch:``, the product of two matrices may become a tensor without memory that records how to
+compute it. Scale, masks, softmax, views and casts extend such tensors (``attention_forms`` interprets them),
+and the product with the values becomes ``F.scaled_dot_product_attention`` of the script's inputs. Any other
+operation computes what the script wrote, operator by operator, and continues with the result. So weights that
+a script returns, keeps, prints or hooks equal those of the plain program, bit for bit. A dropout that draws
+random numbers also ends the deferral.
+
+A product that is not attention, or whose weights are read, is left alone from then on (``Watch.step``).
+Whether a mask is causal is determined once for each mask that stays constant from step to step, as a buffer
+does. For other masks, nothing waits for their values.
 """
 
 from __future__ import annotations
@@ -42,19 +47,19 @@ from flatout.kernels.attention_forms import (
 )
 
 PATIENCE_STEPS = 3
-COUNT = [0]  # attentions that were computed by the fused kernel in this process
+COUNT = [0]  # attentions computed by the fused kernel in this process
 LOOKS_ONLY = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
                         "is_nested", "is_meta", "itemsize", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex",
                         "element_size", "is_contiguous", "__len__", "__hash__"))
 VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "detach", "transpose", "permute", "dropout"))
 MAY_BE_VIEWS = VIEWS | {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-LATER = VIEWS - {"dropout", "contiguous"} | {"mean"}  # of weights: nobody need have looked yet
+LATER = VIEWS - {"dropout", "contiguous"} | {"mean"}  # operators on weights that need no values yet
 CHANGES_IT = re.compile(r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__")
 MOST_LIKES = 4096
 
 
 class _See:
-    """Arguments of a running program."""
+    """Reads arguments of a running program."""
 
     def __init__(self, numbers: Any = None) -> None:
         self._numbers = numbers
@@ -75,14 +80,14 @@ class _See:
         return bool(one == other)
 
 
-# -- what is not computed yet ----------------------------------------------------------------------------------------------
+# -- deferred values -----------------------------------------------------------------------------------------
 
 
 class Step:
-    """One operator that the script has called, with what it was called with, and what it makes once somebody looks."""
+    """One operator call of the script with its arguments, and the value once something reads it."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: Form | None, watch: Watch, ordinal: int) -> None:
-        """Deferred tensors among the arguments are here as their steps."""
+        """Deferred tensors among the arguments are represented by their steps."""
         self.function, self.args, self.kwargs = function, args, kwargs
         self.form, self.watch, self.ordinal = form, watch, ordinal
         self.value: Tensor | None = None
@@ -93,14 +98,14 @@ class Step:
         self.versions = [tensor._version for tensor in self.tensors]
         self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
         self.autocast = _autocast(self.device)
-        self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}  # what a gradient goes on to
+        self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}  # inputs that receive a gradient
         if self.before is not None:
             self.leaves |= self.before.leaves
             self.before.later.add(self)
 
     @property
     def is_seen_elsewhere(self) -> bool:
-        """Whether this may be a view of another tensor that is alive, or another one a view of this."""
+        """Whether this may be a view of another live tensor, or another tensor a view of this."""
         step = self
         while step.before is not None and step.function.__name__ in MAY_BE_VIEWS:
             step = step.before
@@ -109,35 +114,44 @@ class Step:
         return bool(self.later)
 
     def compute(self) -> Tensor:
-        """What the script would have had here, in its place of the graph. Once looked at it stays."""
+        """The value that the script would have had here, in the same place of the graph.
+
+        It is kept once computed.
+        """
         if self.value is None:
             self.watch.looked.add(self.ordinal)
             self.value = self.made({})
         return self.value
 
     def made(self, instead: dict[int, Tensor]) -> Tensor:
-        """The operators of the script, from the start; ``instead`` are other tensors, by the id of those that they stand for."""
+        """Run the operators of the script from the start.
+
+        ``instead`` maps ids of tensors to their replacements.
+        """
         self.check()
         args, kwargs = tree_map_only(Step, lambda step: step.made(instead) if instead else step.compute(), (self.args, self.kwargs))
         if instead:
             args, kwargs = tree_map_only(Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
         device, dtype, enabled = self.autocast
-        with torch.inference_mode(False), torch.autocast(device, dtype, enabled):  # this enables gradients, too, as they were
+        with torch.inference_mode(False), torch.autocast(device, dtype, enabled):  # this also enables gradients, as before
             found: Tensor = self.function(*args, **kwargs)
         return found
 
 
     def check(self) -> None:
-        """Raises RuntimeError where the script has computed this from values that are no longer there."""
+        """Raises RuntimeError if the values from which the script computed this no longer exist."""
         if [tensor._version for tensor in self.tensors] != self.versions:
-            raise RuntimeError("these attention weights are used after something that they are made of was changed in place, "
-                               "and the lever attention had not computed them: run without attention.")
+            raise RuntimeError("the script uses attention weights after changing one of their inputs in place, "
+                               "and the lever attention has not computed them: run without attention.")
         if self.before is not None and self.value is None:
             self.before.check()
 
 
 class _Place(torch.autograd.Function):
-    """The place of a deferred tensor in the graph, for those who take it without asking: a script's own autograd.Function, TorchScript, C++."""
+    """The place of a deferred tensor in the graph.
+
+    It serves code that bypasses __torch_function__: a script's own autograd.Function, TorchScript, C++.
+    """
 
     @staticmethod
     def forward(ctx: Any, held: list[Step], like: Tensor, *leaves: Tensor) -> Tensor:
@@ -154,7 +168,7 @@ class _Place(torch.autograd.Function):
 
 
 class _Become(torch.autograd.Function):
-    """A deferred tensor that was changed in place has the place of its values in the graph."""
+    """Gives a deferred tensor that was changed in place the graph position of its values."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Tensor, values: Tensor) -> Tensor:
@@ -167,7 +181,10 @@ class _Become(torch.autograd.Function):
 
 
 class Deferred(torch.Tensor):
-    """Scores or weights that have a shape, a type and a place in the graph, and no values yet. ``held[0]`` is the step that makes them."""
+    """Scores or weights with a shape, a type and a place in the graph, but no values yet.
+
+    ``held[0]`` computes them.
+    """
 
     held: list[Step]
 
@@ -195,7 +212,7 @@ class Deferred(torch.Tensor):
         changes = isinstance(first, Deferred) and CHANGES_IT.fullmatch(name) is not None
         if changes and isinstance(first, Deferred):
             for step in list(first.held[0].later):
-                step.compute()  # what was made before the change must not see it
+                step.compute()  # values from before the change must not see it
         args, kwargs = tree_map_only(Deferred, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs))
         result = function(*args, **kwargs)
         if not changes:
@@ -207,7 +224,10 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """For those who do not ask: below autograd, where ``_Place`` stands for this tensor."""
+        """For code that bypasses __torch_function__.
+
+        This runs below autograd, where ``_Place`` represents this tensor.
+        """
         def values(deferred: Deferred) -> Tensor:
             with enable_reentrant_dispatch():
                 return deferred.held[0].compute().detach()
@@ -222,11 +242,11 @@ def _deferred(step: Step, like: Tensor, device: torch.device) -> Deferred:
     return made
 
 
-# -- what an operator makes ------------------------------------------------------------------------------------------------
+# -- results of operators ------------------------------------------------------------------------------------
 
 
 def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator without computing the weights; None where they have to be."""
+    """The result of an operator without computing the weights; None if they must be computed."""
     if name not in CHANGES and name not in PRODUCTS and name not in LATER:
         return None
     args = with_operands(name, args)
@@ -259,7 +279,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
         longer.leaves = {}
     if not inside:
         return _deferred(longer, like, first.device)
-    if longer.leaves != step.leaves:  # the place of this tensor in the graph has no way to the new ones
+    if longer.leaves != step.leaves:  # this tensor's graph node has no path to the new leaves
         return None
     step.owner, longer.owner = None, weakref.ref(first)
     first.held[0] = longer
@@ -267,7 +287,10 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
 
 def _settled(thing: Tensor) -> bool:
-    """Whether this can be used later: an optimizer changes weights, and nothing else is expected to change what a graph is made of."""
+    """Whether this tensor can be used later.
+
+    An optimizer changes weights; other inputs of a graph are not expected to change.
+    """
     if type(thing) not in (Tensor, torch.nn.Parameter) or thing.is_inference():
         return False
     source = thing if thing._base is None else thing._base
@@ -278,9 +301,10 @@ _likes: dict[Any, Tensor | None] = {}
 
 
 def _like(function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A tensor without memory that has the shape, strides and type of what this operator makes; None where it makes none, or fails.
+    """A tensor without memory with the shape, strides and type of the operator's result.
 
-    Sizes are computed on the meta device; the type by the operator itself, from tiny tensors, under the autocast of the moment.
+    None if the operator returns no tensor, or fails. Sizes are computed on the meta device; the type is
+    determined by the operator itself, from tiny tensors, under the present autocast.
     """
     autocast = _autocast(device)
     try:
@@ -297,7 +321,7 @@ def _like(function: Any, device: torch.device, keeps_type: bool, args: tuple[Any
             with torch.autocast(autocast[0], autocast[1], enabled=False):
                 made = function(*_each(_without_memory, args), **_each(_without_memory, kwargs))
             kind = next(each.dtype for each in args if isinstance(each, Tensor)) if keeps_type else function(*_each(_tiny, args), **_each(_tiny, kwargs)).dtype
-        except Exception:  # it will be called again, and fail where the script sees it
+        except Exception:  # the real call fails in the script
             return None
     _likes[key] = torch.empty_strided(made.shape, made.stride(), dtype=kind, device="meta")
     return _likes[key]
@@ -308,13 +332,13 @@ def _each(change: Callable[[Tensor], Tensor], things: Any) -> Any:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Floating types are one: which of them autocast makes of two is asked elsewhere."""
+    """All floating types count as one here; ``_like`` determines the type under autocast separately."""
     dtype = torch.float32 if tensor.dtype.is_floating_point else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
 
 def _tiny(tensor: Tensor) -> Tensor:
-    """With axes of two: products over an axis of one are computed in another way."""
+    """Axes of two, because products over an axis of one are computed differently."""
     return torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -327,29 +351,32 @@ def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
     return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 
-# -- masks that stay what they are -----------------------------------------------------------------------------------------
+# -- constant masks ------------------------------------------------------------------------------------------
 
 
 class Masks:
-    """Names for the values of tensors: two tensors with one name have the same values. What a mask is, is found out once for each name."""
+    """Names for the values of tensors: tensors with one name have the same values.
+
+    The kind of a mask is determined once per name.
+    """
 
     def __init__(self) -> None:
         self.numbers = WeakIdKeyDictionary()  # tensors of one number
         self._names = WeakIdKeyDictionary()
         self._serials = WeakIdKeyDictionary()
         self._count = 0
-        self._seen: tuple[set[Any], set[Any]] = set(), set()  # in earlier steps, and in this one
+        self._seen: tuple[set[Any], set[Any]] = set(), set()  # in earlier steps, in this step
         self._waiting: dict[Any, Form] = {}
         self._found: dict[Any, tuple[bool, bool]] = {}
 
     def step(self) -> None:
-        """Between two steps, when nobody records a graph of the forward pass: now values are read."""
+        """Between two steps, when no graph of the forward pass is being recorded: read values now."""
         self._seen = self._seen[1], set()
         self._found |= {name: causal_and_whole(form) for name, form in self._waiting.items()}
         self._waiting.clear()
 
     def follow(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it, and name what it makes."""
+        """Call the function and name its result."""
         made = function(*args, **kwargs)
         if type(made) is Tensor and not made.requires_grad:
             try:
@@ -379,7 +406,10 @@ class Masks:
         return tuple(map(self._name, thing)) if isinstance(thing, (list, tuple)) else (type(thing), thing)
 
     def known(self, form: Form) -> tuple[bool, bool]:
-        """Whether the masks of this form are one causal mask, and whether no row is masked altogether; both False where nobody knows yet."""
+        """Whether the masks of this form are one causal mask, and whether no row is fully masked.
+
+        Both are False while unknown.
+        """
         if len(form.masks) != 1 or form.masks[0].tensor.requires_grad:
             return False, False
         mask = form.masks[0]
@@ -393,19 +423,22 @@ class Masks:
         return self._found.get(name, (False, False))
 
 
-# -- the products of one module --------------------------------------------------------------------------------------------
+# -- the products of one module ------------------------------------------------------------------------------
 
 
 class Watch(TorchFunctionMode):
-    """While it is entered, products may be deferred. It knows the products of one module by their order in a forward pass, from step to step."""
+    """While entered, products may be deferred.
+
+    Products of a module are identified by their order in a forward pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.masks = Masks()
         self.see = _See(self.masks.numbers)
         self.fused: Counter[int] = Counter()
-        self.drops = self.calls = False  # the script drops weights at random, or calls the fused kernel itself
-        self.looked: set[int] = set()  # products, since the last step
+        self.drops = self.calls = False  # the script drops weights, or calls the fused kernel
+        self.looked: set[int] = set()  # products read since the last step
         self._looks: Counter[int] = Counter()
         self._alone: set[int] = set()
         self.passes = self._next = self._most = 0
@@ -415,7 +448,10 @@ class Watch(TorchFunctionMode):
         return 0 < self._most <= len(self._alone)
 
     def step(self) -> None:
-        """Between two steps of the optimizer, never between a forward pass and its backward pass, which may compute it again."""
+        """Called between two optimizer steps.
+
+        Never between a forward pass and its backward pass, which may recompute it.
+        """
         self._looks.update(self.looked)
         self.looked = set()
         self._alone = {ordinal for ordinal, steps in self._looks.items() if steps >= PATIENCE_STEPS}
@@ -423,7 +459,7 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward pass of the module."""
+        """Wrap one forward pass of the module."""
         before, self._next = self._next, 0
         self.passes += 1
         try:
@@ -479,7 +515,10 @@ _unasked_functions: dict[Any, Any] = {}
 
 
 def _unasked(function: Any) -> Any:
-    """A function of torch that is written in Python, without its question whether somebody stands in for it: its own operators are to be seen."""
+    """A Python function of torch without its has_torch_function check.
+
+    Its own operators can then be observed.
+    """
     if function not in _unasked_functions:
         known = {**function.__globals__, "has_torch_function": lambda *_: False}
         own = type(function)(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)

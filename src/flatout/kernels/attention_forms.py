@@ -1,16 +1,19 @@
-"""Attention as programs write it by hand, read operator by operator, and the fused form of it.
+"""Recognise hand-written attention operator by operator, and compute it in fused form.
 
-    product of queries and keys -> [scale] -> [masks] -> softmax over the last axis -> [dropout that drops nothing] -> product with the values
+    product of queries and keys -> [scale] -> [masks] -> softmax over the last axis -> [inactive dropout] ->
+    product with the values
 
-A ``Form`` says how scores or weights are made. ``product`` begins one, ``extended`` takes it through one more operator, ``finished`` reads the product
-with the values, and ``attend`` computes what the whole is. Operators are known by their names, so that the same code reads calls of torch in a
-running program (``attention_deferred``) and nodes of a graph (``attention_graphs``); ``See`` says what an argument is in either of them.
-None means: this is not attention, or not in a way that is known to be the same.
+A ``Form`` records how scores or weights are computed. ``product`` starts one, ``extended`` adds an operator,
+``finished`` adds the product with the values, and ``attend`` computes the whole. Operators are identified by
+name, so the same code reads calls of torch in a running program (``attention_deferred``) and nodes of a graph
+(``attention_graphs``). ``See`` interprets an argument in either. None means: this is not attention, or not
+known to be equivalent.
 
-Rows whose columns are all masked stay what they are. Where the masked scores are minus infinity, softmax gives NaN, and so does this. Where they
-are a large negative number, in which the scores drown, all columns weigh the same: such a row gets a query of zeros. The kernel sees neither: what is
-added is shifted row by row, which softmax does not notice, and where nothing is kept, all is. In all other rows a score of -10,000 or less has
-the weight zero, as minus infinity has.
+Fully masked rows keep their result. If the masked scores are minus infinity, softmax gives NaN, and so does
+this. If they are a large negative number that absorbs the scores, all columns weigh the same: such a row gets
+a query of zeros. The kernel sees neither case: the added mask is shifted row by row, which softmax ignores,
+and rows that keep nothing keep everything. In all other rows, a score of -10,000 or less has weight zero, as
+minus infinity has.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ import torch
 import torch.nn.functional as F
 
 PRODUCTS = frozenset(("matmul", "mm", "bmm", "baddbmm", "einsum", "__matmul__"))
-MASKED = -1e4  # a score from which softmax, in float32, makes a weight of exactly zero beside any other
-DROWNING = {torch.float16: -3e4, torch.bfloat16: -8e3, torch.float32: -1e8, torch.float64: -1e17}  # a sum with a score of a few is this, in each type
+MASKED = -1e4  # at most this score, softmax in float32 gives a weight of exactly zero next to any other
+# Numbers that absorb a score of a few: their sum is the number itself, in each type.
+DROWNING = {torch.float16: -3e4, torch.bfloat16: -8e3, torch.float32: -1e8, torch.float64: -1e17}
 
 
 BADDBMM = ("input", "batch1", "batch2", "beta", "alpha")
@@ -36,22 +40,25 @@ MAKES_MASKS = frozenset((
 
 
 class See(Protocol):
-    """What is known of an argument."""
+    """Interprets an argument."""
 
     def tensor(self, thing: Any) -> Any:
-        """Something with the shape, dtype and device of this tensor; None for what is no tensor."""
+        """An object with the shape, dtype and device of this tensor; None if it is not a tensor."""
 
     def number(self, thing: Any) -> float | None:
-        """The value of a number, also one that is held in a tensor, where it is known."""
+        """The value of a number, also in a tensor, if it is known."""
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two sizes are known to be the same."""
+        """Whether two sizes are known to be equal."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """``kind``: "drop" (true: left out), "keep" (true: kept), or "add"; ``fill`` is what scores that are left out become. ``dtype`` of the masked scores.
-    ``sizes`` are those of the mask, as it is or once it is seen at other batch axes than those where it was put on.
+    """One mask.
+
+    ``kind``: "drop" (true: excluded), "keep" (true: kept), or "add". ``fill`` is the value of excluded
+    scores. ``dtype`` is that of the masked scores. ``sizes`` are those of the mask, possibly viewed at other
+    batch axes than those where it was applied.
     """
 
     kind: str
@@ -63,9 +70,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class Form:
-    """Scores or weights [*batch, rows, columns]. With their axes in the order of ``q_axes`` and ``k_axes`` (None: as they are) queries are
-    [*batch, rows, width], keys [*batch, columns, width], up to sizes of 1 in the batch. ``dtype`` is that of their product. ``masked`` are the batch
-    sizes at which the masks were put on, ``first`` those of the product.
+    """Scores or weights [*batch, rows, columns].
+
+    With their axes in the order of ``q_axes`` and ``k_axes`` (None: unchanged), queries are [*batch, rows,
+    width] and keys [*batch, columns, width], up to sizes of 1 in the batch. ``dtype`` is that of their
+    product. ``masked`` are the batch sizes at which the masks were applied, ``first`` those of the product.
     """
 
     q: Any
@@ -89,7 +98,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Finished:
-    """The product with the values, [*batch, columns, width] with their axes in the order of ``v_axes``; ``axes`` of the result likewise."""
+    """The product with the values, [*batch, columns, width] with axes in the order of ``v_axes``.
+
+    ``axes`` gives the order of the result's axes.
+    """
 
     form: Form
     v: Any
@@ -98,15 +110,15 @@ class Finished:
 
 
 def with_operands(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torch.einsum takes its operands in a list, too."""
+    """Unpack the operand list that torch.einsum also accepts."""
     return (args[0], *args[1]) if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)) else args
 
 
-# -- the product of queries and keys --------------------------------------------------------------------------------------
+# -- the product of queries and keys -------------------------------------------------------------------------
 
 
 def product(see: See, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Form | None:
-    """The form that this product may begin. ``dtype`` is left to the caller, who knows the result."""
+    """The form that this product may start. The caller, who knows the result, sets ``dtype``."""
     if name == "einsum":
         return _einsum_product(see, args) if not kwargs else None
     if name == "baddbmm":
@@ -151,7 +163,7 @@ def _einsum_product(see: See, args: Sequence[Any]) -> Form | None:
 
 
 def _letters(see: See, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str], str] | None:
-    """Operands, their letters and those of the result; an ellipsis is given letters of its own."""
+    """Operands, their letters, and the letters of the result; an ellipsis gets its own letters."""
     if len(args) != 3 or not isinstance(args[0], str) or args[0].count("->") != 1:
         return None
     inputs, out = args[0].replace(" ", "").split("->")
@@ -168,7 +180,7 @@ def _letters(see: See, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str],
 
 
 def _broadcast(see: See, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...] | None:
-    """As torch broadcasts sizes; None where they do not fit."""
+    """Broadcast sizes as torch does; None if they do not fit."""
     length = max(len(one), len(other))
     pairs = zip((*[1] * (length - len(one)), *one), (*[1] * (length - len(other)), *other), strict=True)
     found = []
@@ -183,11 +195,14 @@ def _alike(see: See, one: Sequence[Any] | None, other: Sequence[Any]) -> bool:
     return one is not None and len(one) == len(other) and all(map(see.same, one, other))
 
 
-# -- what may stand between ------------------------------------------------------------------------------------------------
+# -- operators in between ------------------------------------------------------------------------------------
 
 
 def extended(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
-    """The form of what this operator makes of it. ``args[at]`` is what has the form; ``made`` has the shape and dtype of the result."""
+    """The form of this operator's result.
+
+    ``args[at]`` has the form; ``made`` has the shape and dtype of the result.
+    """
     change = CHANGES.get(name)
     if change is None or not made.dtype.is_floating_point:
         return None
@@ -234,14 +249,14 @@ def _with_mask(see: See, form: Form, kind: str, tensor: Any, dtype: torch.dtype,
     masks = tuple(mask for mask in (*moved, Mask(kind, tensor, fill, dtype, tuple(mask.shape))) if mask is not None)
     if len(masks) != len(form.masks) + 1:
         return None
-    # Beside something that is added, scores that are left out must not be told apart by what they were.
+    # Together with an added mask, excluded scores must not depend on their former values.
     if len({each.kind == "add" for each in masks}) == 2 and any(-math.inf < each.fill and each.fill > DROWNING[each.dtype] for each in masks):
         return None
     return replace(form, masks=masks, masked=form.batch)
 
 
 def _at(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
-    """The mask at other batch axes that were made of the old ones by a view; None where it would have to be made larger for that."""
+    """The mask at other batch axes, derived from the old ones by a view; None if it would need to grow."""
     if not all(isinstance(size, int) and size > 0 for size in (*old, *new, *mask.sizes)):
         return None
     sizes = (*[1] * (len(old) + 2 - len(mask.sizes)), *mask.sizes)
@@ -287,7 +302,7 @@ def _unchanged(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[
 
 
 def _seen_as(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
-    """Other batch axes in front of the same last two."""
+    """Other batch axes in front of the same last two axes."""
     kept = at == 0 and len(made.shape) >= 2 and see.same(made.shape[-2], form.rows) and see.same(made.shape[-1], form.columns)
     return replace(form, batch=tuple(made.shape[:-2])) if kept else None
 
@@ -301,11 +316,14 @@ CHANGES: dict[str, Callable[..., Form | None]] = {
 OUT_OF_PLACE = {"mul_": "mul", "imul": "mul", "div_": "div", "itruediv": "div", "add_": "add", "iadd": "add", "masked_fill_": "masked_fill"}
 
 
-# -- the product with the values -------------------------------------------------------------------------------------------
+# -- the product with the values -----------------------------------------------------------------------------
 
 
 def finished(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Finished | None:
-    """The whole, where this operator multiplies weights by values. ``made`` has the dtype of the result."""
+    """The whole attention, if this operator multiplies weights by values.
+
+    ``made`` has the dtype of the result.
+    """
     if not form.is_weights or kwargs or made.dtype is not form.dtype:
         return None
     if name == "einsum":
@@ -336,7 +354,10 @@ def _einsum_values(see: See, form: Form, args: Sequence[Any], at: int) -> Finish
 
 
 def causal_and_whole(form: Form) -> tuple[bool, bool]:
-    """Whether the one mask of this form is a causal one, and whether it leaves something in every row. Looks at its values."""
+    """Whether the only mask of this form is causal, and whether it keeps something in every row.
+
+    Reads its values.
+    """
     mask = form.masks[0]
     with torch.no_grad():
         kept = ~mask.tensor if mask.kind == "drop" else mask.tensor if mask.kind == "keep" else mask.tensor == 0
@@ -349,9 +370,10 @@ def causal_and_whole(form: Form) -> tuple[bool, bool]:
 
 
 def attend(see: See, whole: Finished, causal: bool = False, checked: bool = False) -> Any:
-    """What the script's operators make of queries, keys and values, up to rounding, contiguous before its axes are put in their order.
+    """The result of the script's operators, up to rounding; contiguous before its axes are reordered.
 
-    ``causal``: the masks are known to leave out what lies above the diagonal, and nothing else. ``checked``: no row is known to be masked altogether.
+    ``causal``: the masks are known to exclude exactly the entries above the diagonal. ``checked``: no row is
+    known to be fully masked.
     """
     form = whole.form
     work = form.masked if form.masks else form.batch
@@ -365,7 +387,7 @@ def attend(see: See, whole: Finished, causal: bool = False, checked: bool = Fals
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=form.scale)
     if nowhere is not None and any(mask.kind == "add" for mask in form.masks):
         out = out * torch.where(nowhere, math.nan, 1.0).to(form.dtype)
-    elif nowhere is not None:  # scores that are left out pass on no gradient, so only values get one that is not a number
+    elif nowhere is not None:  # excluded scores pass on no gradient, so only values get a NaN gradient
         out = torch.where(nowhere, v.sum(-2, keepdim=True) * torch.where(nowhere.any(-2, keepdim=True), math.nan, 0.0).to(form.dtype), out)
     out = out.contiguous()
     if len(work) != 2 or not _alike(see, work, form.batch):
@@ -374,7 +396,7 @@ def attend(see: See, whole: Finished, causal: bool = False, checked: bool = Fals
 
 
 def _placed(see: See, thing: Any, axes: tuple[int, ...] | None, dtype: torch.dtype, batch: Sequence[Any], work: Sequence[Any], last: tuple[Any, Any]) -> Any:
-    """As [N, H, length, width], in the type of the products."""
+    """The tensor as [N, H, length, width], in the type of the products."""
     tensor, known = thing, see.tensor(thing)
     order = tuple(axes or range(len(known.shape)))
     if order != tuple(range(len(order))):
@@ -391,7 +413,10 @@ def _placed(see: See, thing: Any, axes: tuple[int, ...] | None, dtype: torch.dty
 
 
 def _mask(see: See, form: Form, work: Sequence[Any], checked: bool) -> tuple[Any, Any, Any]:
-    """What is added to the scores, or where they are kept; rows in which all columns weigh the same, and rows that are not a number: [..., rows or 1, 1]."""
+    """The added or boolean mask; rows in which all columns weigh the same; rows that are NaN.
+
+    The last two are [..., rows or 1, 1].
+    """
     out, added, fill = None, None, -math.inf
     in_type, sizes = True, (1, 1)
     for mask in form.masks:
@@ -426,7 +451,10 @@ def _either(one: Any, other: Any) -> Any:
 
 
 def _of_four_axes(mask: Any, sizes: Sequence[Any], work: Sequence[Any]) -> Any:
-    """What has these sizes beside scores [*work, rows, columns], as the kernel takes it beside [N, H, rows, columns]: two to four axes."""
+    """A mask for scores [*work, rows, columns], as the kernel expects it for [N, H, rows, columns].
+
+    The result has two to four axes.
+    """
     if mask is None or len(sizes) <= 2 or (len(sizes) <= 4 and len(work) == 2):
         return mask[None] if mask is not None and len(sizes) == 1 else mask
     if len(work) == 1:

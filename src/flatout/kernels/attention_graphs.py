@@ -1,7 +1,8 @@
-"""Attention that is written by hand in a graph that is about to be compiled, put into its fused form.
+"""Replace hand-written attention by its fused form in a graph that is about to be compiled.
 
-The compiler has patterns of its own for this, one for each way of writing, and most ways are none of them. This reads the same ways as
-``attention_deferred``. Weights that anything else in the graph uses are left alone, and so is attention around which something is changed in place.
+The compiler has its own patterns for this, one per form, and most hand-written forms match none. This module
+recognises the same forms as ``attention_deferred``. It leaves weights that other nodes use alone, and
+attention with in-place changes around it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from flatout.kernels.attention_forms import (
     with_operands,
 )
 
-MOST_ELEMENTS = 1 << 26  # of a mask that is computed to see whether it is causal
+MOST_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 
 
 class _See:
-    """Arguments of a node: other nodes, which know the shape and dtype of what they make."""
+    """Interprets arguments of a node: other nodes, which know the shape and dtype of their result."""
 
     def tensor(self, thing: Any) -> Any:
         node = thing.node if isinstance(thing, Proxy) else thing
@@ -49,7 +50,7 @@ class _See:
     def same(self, one: Any, other: Any) -> bool:
         if isinstance(one, int) and isinstance(other, int):
             return one == other
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes most of a second
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # a slow import
 
         return statically_known_true(one == other)
 
@@ -58,7 +59,7 @@ SEE = _See()
 
 
 def rewrite(graph: Graph) -> int:
-    """Change the graph, and say how many attentions were put into their fused form."""
+    """Change the graph and return the number of fused attentions."""
     forms: dict[Node, Form] = {}
     found: list[tuple[Node, Finished]] = []
     order = {node: at for at, node in enumerate(graph.nodes)}
@@ -68,7 +69,7 @@ def rewrite(graph: Graph) -> int:
             continue
         args, kwargs = with_operands(name, node.args), dict(node.kwargs)
         known = [at for at, each in enumerate(args) if isinstance(each, Node) and each in forms]
-        if known == [0] and name in OUT_OF_PLACE:  # whoever uses the changed tensor from here on uses what this operator gives back
+        if known == [0] and name in OUT_OF_PLACE:  # later uses refer to this operator's result
             args[0].replace_all_uses_with(node, delete_user_cb=lambda user, here=order[node]: order[user] > here)
         if not known and name in PRODUCTS:
             form = product(SEE, name, args, kwargs)
@@ -86,7 +87,7 @@ def rewrite(graph: Graph) -> int:
 
 
 def _name(node: Node) -> str | None:
-    """How torch calls the operator of this node."""
+    """Torch's name for the operator of this node."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", None) if node.op == "call_function" else None
@@ -95,7 +96,10 @@ def _name(node: Node) -> str | None:
 
 
 def _can_be_placed(whole: Finished) -> bool:
-    """Sizes that are not numbers can be in no node: then everything must have its four axes already."""
+    """Whether all sizes are numbers, or every tensor already has its four axes.
+
+    A node cannot hold a symbolic size.
+    """
     form = whole.form
     shapes = [SEE.tensor(each).shape for each in (form.q, form.k, whole.v)]
     if all(isinstance(size, int) for shape in (*shapes, form.batch) for size in shape):
@@ -144,7 +148,7 @@ def _changes(node: Node) -> bool:
 
 
 def _causal(form: Form) -> tuple[bool, bool]:
-    """As ``causal_and_whole``, of a mask that the graph makes of nothing but numbers."""
+    """``causal_and_whole`` of a mask that the graph computes only from constants."""
     if len(form.masks) != 1:
         return False, False
     mask = _constant(form.masks[0].tensor)
@@ -152,7 +156,7 @@ def _causal(form: Form) -> tuple[bool, bool]:
 
 
 def _constant(thing: Any) -> Any:
-    """The value of a node that depends on no input of the graph, on the CPU; None for others."""
+    """The value, on the CPU, of a node that depends on no input of the graph; None for other nodes."""
     if not isinstance(thing, Node):
         return thing
     made = SEE.tensor(thing)

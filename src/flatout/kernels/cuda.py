@@ -1,11 +1,13 @@
-"""CUDA C++ from a string to a running kernel: compiled by NVRTC, loaded by the driver, launched on torch's stream.
+"""CUDA C++ from a string to a running kernel: NVRTC compiles it, the driver loads it, torch's stream runs it.
 
-No torch header and no nvcc: NVRTC comes with every CUDA build of torch, a kernel compiles in under a second, nothing depends on
-the C++ ABI of a torch version, and the driver's interface has been stable since CUDA 4. The price: a launch goes through
-ctypes, some microseconds more than a compiled binding (CUDA graphs pay it once).
+It needs no torch header and no nvcc. NVRTC comes with every CUDA build of torch, a kernel compiles in under a
+second, nothing depends on the C++ ABI of a torch version, and the driver's interface has been stable since
+CUDA 4. The price: a launch goes through ctypes, some microseconds more than a compiled binding (CUDA graphs
+pay it once).
 
-Where there is no GPU, the same text runs in ``emulator.h`` if a folder with libraries compiled from it is named in
-FLATOUT_EMULATED (see ``flatout.launch.compiler``): enough to see whether a kernel is right, never how fast it is.
+Without a GPU, the same text runs in ``emulator.h``, if FLATOUT_EMULATED names a folder of libraries compiled
+from it (see ``flatout.launch.compiler``). The emulator shows whether a kernel is correct, never how fast it
+is.
 """
 
 from __future__ import annotations
@@ -23,21 +25,24 @@ import torch
 HERE = Path(__file__).parent
 EMULATED = "FLATOUT_EMULATED"
 OPTIONS = ("--std=c++17", "--restrict")
-PLAIN_SHARED_BYTES = 48 << 10  # more must be asked for (CUDA C++ Programming Guide, compute capability 7.0 and later)
+PLAIN_SHARED_BYTES = 48 << 10  # more needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later)
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class CudaUnavailable(RuntimeError):
-    """There is neither a GPU nor an emulated library here, or no NVRTC."""
+    """There is neither a GPU nor an emulated library, or no NVRTC."""
 
 
 class CudaError(RuntimeError):
-    """The compiler or the driver refused; the message holds their own words."""
+    """The compiler or the driver failed; the message contains its output."""
 
 
 class CudaSource:
-    """One .cu file. Its kernels are ``extern "C" __global__ void name(...)``; their arguments pointers, ``long long`` and ``float``."""
+    """One .cu file. Its kernels are ``extern "C" __global__ void name(...)``.
+
+    Their arguments are pointers, ``long long`` and ``float``.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,15 +54,18 @@ class CudaSource:
 
     @property
     def emulated_name(self) -> str:
-        """The file name of its library for the emulator."""
+        """The file name of its emulator library."""
         return f"{self.path.parent.name}_{self.path.stem}.so"
 
     def kernels(self) -> list[str]:
-        """The names of its kernels; macros that name them (``KERNEL(f32, float)``) are expanded by their last line's form."""
+        """The names of its kernels. Macros that name kernels (``KERNEL(f32, float)``) are expanded."""
         return kernels_in(self.text)
 
     def launch(self, name: str, grid: Sequence[int], block: int, arguments: Sequence[Any], device: torch.device, shared_bytes: int = 0) -> None:
-        """Queue a kernel on the current stream of ``device``. Tensors go by address, None as a null pointer, int as long long, float as float."""
+        """Queue a kernel on the current stream of ``device``.
+
+        Tensors are passed by address, None as a null pointer, int as long long, float as float.
+        """
         if 0 in grid:
             return
         held = [_as_c(argument) for argument in arguments]
@@ -79,7 +87,7 @@ class CudaSource:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             major, minor = torch.cuda.get_device_capability(index)
             image = compile_for(self, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
-            torch.cuda.current_stream(index).synchronize()  # the primary context is there and current
+            torch.cuda.current_stream(index).synchronize()  # makes the primary context current
             _check(_driver(), _driver().cuModuleLoadData(ctypes.byref(module), image), self.path.name)
             _check(_driver(), _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
             self._functions[key] = function
@@ -97,7 +105,10 @@ class CudaSource:
 
 
 def kernels_in(text: str) -> list[str]:
-    """Names of the ``extern "C"`` kernels of a source; ``forward_##suffix`` is taken with each suffix its macro is used with."""
+    """The names of the ``extern "C"`` kernels of a source.
+
+    ``forward_##suffix`` appears once per suffix of its macro.
+    """
     found = []
     for name in re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text):
         stem, mark, _ = name.partition("##")
@@ -106,12 +117,15 @@ def kernels_in(text: str) -> list[str]:
 
 
 def is_runnable() -> bool:
-    """Whether CUDA C++ can be run here, on a GPU or emulated."""
+    """Whether CUDA C++ can run here, on a GPU or emulated."""
     return torch.cuda.is_available() or bool(os.environ.get(EMULATED))
 
 
 def compile_for(source: CudaSource, target: str) -> bytes:
-    """Machine code (a cubin) for ``target`` ("sm_80"), by NVRTC. Raises CudaError with the compiler's words, CudaUnavailable without NVRTC."""
+    """Machine code (a cubin) for ``target`` ("sm_80"), by NVRTC.
+
+    Raises CudaError with the compiler's output, and CudaUnavailable without NVRTC.
+    """
     return _compiled(source.text, source.path.name, target)
 
 
@@ -149,7 +163,7 @@ def _check(driver: Any, code: int, what: str) -> None:
     if code:
         words = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(words))
-        raise CudaError(f"{what}: the CUDA driver refused: {(words.value or b'unknown error').decode()} ({code}).")
+        raise CudaError(f"{what}: the CUDA driver reports: {(words.value or b'unknown error').decode()} ({code}).")
 
 
 @cache
@@ -164,9 +178,9 @@ def _library(path: str) -> Any:
 
 @cache
 def _nvrtc() -> Any:
-    """The NVRTC of torch's own CUDA version: known to the loader once torch is there, else among the nvidia wheels, else the toolkit's."""
+    """The NVRTC of torch's CUDA version: the loaded one, that of the nvidia wheels, or the toolkit's."""
     if torch.version.cuda is None:
-        raise CudaUnavailable("this build of torch has no CUDA, so there is no NVRTC to compile CUDA C++ with.")
+        raise CudaUnavailable("this build of torch has no CUDA, so there is no NVRTC to compile CUDA C++.")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     wheels = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}"))
     for candidate in (*map(str, wheels), name, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"):
@@ -174,4 +188,4 @@ def _nvrtc() -> Any:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise CudaUnavailable(f"{name} was not found; `pip install nvidia-cuda-nvrtc` brings it.")
+    raise CudaUnavailable(f"{name} was not found; run `pip install nvidia-cuda-nvrtc`.")

@@ -1,8 +1,9 @@
-// CUDA C++ on a CPU, slowly: enough of the language to run a kernel's own text where there is no GPU.
+// A slow CPU emulator for CUDA C++: enough of the language to run a kernel without a GPU.
 //
-// Blocks run one after another. The threads of a block are fibers that give way at __syncthreads() and at warp shuffles, so code
-// between two barriers really runs thread by thread, and a missing barrier gives a wrong result here too. Shared memory is filled
-// with NaN before each block. What it cannot show: races inside a warp, memory ordering between blocks, speed.
+// Blocks run one after another. The threads of a block are fibers that yield at __syncthreads() and at warp
+// shuffles. So code between two barriers runs thread by thread, and a missing barrier gives a wrong result
+// here too. Shared memory is filled with NaN before each block. The emulator cannot show races inside a warp,
+// memory ordering between blocks, or speed.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -33,7 +34,7 @@ static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &b
 static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define __expf expf  // glibc has one of this name
+#define __expf expf  // glibc has a function of this name
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __fmul_rn(float a, float b) { volatile float c = a * b; return c; }
@@ -73,7 +74,7 @@ static void enter() {
     std::abort();
 }
 
-// Runs each fiber up to its next barrier, then lets all of them (or all of a warp) pass together.
+// Runs each fiber to its next barrier, then releases all of them (or all of a warp) together.
 static void run_block() {
     size_t count = fibers.size();
     for (size_t i = 0; i < count; i++) {
@@ -100,7 +101,7 @@ static void run_block() {
             size_t end = first + 32 < count ? first + 32 : count, at_warp = 0;
             for (size_t i = first; i < end; i++) at_warp += fibers[i].waits == Waits::WARP;
             if (!at_warp) continue;
-            if (at_warp != end - first) { if (!ran) stop("threads of one warp do not meet at the same shuffle"); continue; }
+            if (at_warp != end - first) { if (!ran) stop("threads of one warp do not reach the same shuffle"); continue; }
             for (size_t i = first; i < end; i++) fibers[i].waits = Waits::NO;
             released = true;
         }
@@ -122,7 +123,7 @@ void launch(void (*kernel)(A...), dim3 grid, dim3 block, size_t shared_bytes, vo
     Bound bound{kernel, arguments};
     body = [](void* b) { auto* pair = static_cast<Bound*>(b); call(pair->first, pair->second, std::index_sequence_for<A...>{}); };
     body_arguments = &bound;
-    // Shared memory ends where a page begins that nobody may touch.
+    // Shared memory ends at a protected page.
     size_t page = sysconf(_SC_PAGESIZE), pages = (shared_bytes + page - 1) / page * page;
     auto* place = static_cast<unsigned char*>(mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(place + pages, page, PROT_NONE);
@@ -147,6 +148,6 @@ static inline float __shfl_xor_sync(unsigned, float x, int mask) {
     fibers[me].given = x;
     give_way(Waits::WARP);
     float got = fibers[other].given;
-    give_way(Waits::WARP);  // nobody writes the next value before all have read this one
+    give_way(Waits::WARP);  // all threads read this value before the next is written
     return got;
 }

@@ -1,4 +1,4 @@
-"""A kernel's function on the inputs of a case: outputs and gradients, beside the reference in float64."""
+"""Evaluate a kernel's function on a case: outputs and gradients, compared with the reference in float64."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flatout.kernels.precision import distance
 
 
 class Failed(Exception):
-    """A check did not hold; the message is the sentence."""
+    """A check failed; the message says why."""
 
 
 def compare(kernel: Kernel, case: Case, at: int, call: Function, exact: bool) -> float:
-    """The largest error as a share of what is allowed. Raises Failed with the place where more was found."""
+    """The largest error as a share of the allowed error. Raises Failed with the place if it exceeds 1."""
     inputs = inputs_of(case, at)
     expected = evaluate(kernel.reference, mapped(inputs, in_double), case, at)
     got = evaluate(call, on_device(cloned(inputs)), case, at)
     if len(got) != len(expected):
-        raise Failed(f"{case.title}: {len(got)} results where the reference has {len(expected)}")
+        raise Failed(f"{case.title}: {len(got)} results, but the reference has {len(expected)}")
     outputs, worst = len(got) - len(case.differentiate), 0.0
     same = evaluate(kernel.reference, cloned(inputs), case, at) if exact and case.dtype is torch.float32 else ()
     for which, (ours, right) in enumerate(zip(got, expected, strict=True)):
@@ -32,13 +32,16 @@ def compare(kernel: Kernel, case: Case, at: int, call: Function, exact: bool) ->
         if found.share > 1:
             raise Failed(f"{case.title}: {title} at {found.where} is {found.got:.9g}, not {found.expected:.9g} ({found.share:.3g} times the allowed error)")
         if same and not torch.equal(bits(ours), bits(same[which])):
-            raise Failed(f"{case.title}: {title} is near the reference's, and must have its very bits")
+            raise Failed(f"{case.title}: {title} is close to the reference's, but must equal it bit for bit")
         worst = max(worst, found.share)
     return worst
 
 
 def evaluate(call: Function, inputs: Inputs, case: Case, at: int) -> list[torch.Tensor]:
-    """Outputs, then the gradients of what the case differentiates, for gradients of the outputs drawn from the case's seed."""
+    """Outputs, then gradients of the differentiated inputs.
+
+    Output gradients are drawn from the case's seed.
+    """
     leaves = [inputs[name].requires_grad_() for name in case.differentiate]
     outputs = tensors_of(call(**inputs))
     found = [output.detach() for output in outputs]
@@ -84,5 +87,5 @@ def mapped(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> In
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaNs compare by their bits as well."""
+    """The bytes of a tensor, so that NaNs compare by their bits as well."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

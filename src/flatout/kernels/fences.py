@@ -1,8 +1,9 @@
-"""Memory that cannot be overstepped: each tensor ends (or begins) at a page that nobody may touch.
+"""Detect out-of-bounds access: each tensor ends (or begins) at a protected page.
 
-A kernel that reads or writes one element too far ends the process with SIGSEGV, on the instruction that did it. What a kernel
-allocates for itself is fenced as well, and filled with NaN, so that an element it never wrote is seen. On a CPU only: Triton's interpreter, the
-CUDA emulator, and plain code; on a GPU, compute-sanitizer does this.
+A kernel that reads or writes one element too far ends the process with SIGSEGV at that instruction. Memory
+that a kernel allocates is fenced as well and filled with NaN, which reveals elements that it never writes.
+This works on a CPU only: Triton's interpreter, the CUDA emulator, and plain code. On a GPU, compute-sanitizer
+does this.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PAGE = mmap.PAGESIZE
-POISON_BYTE = 0x7F  # of what is not floating: far from any sensible number
+POISON_BYTE = 0x7F  # for types that are not floating: far from any sensible number
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 FILLS = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "ones", "ones_like"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fenced(tensor: torch.Tensor, at_end: bool = True) -> torch.Tensor:
-    """A copy with the same sizes and strides, against a forbidden page at its end, or at its beginning."""
+    """A copy with the same sizes and strides, with a protected page at its end or at its beginning."""
     if tensor.numel() == 0:
         return tensor.clone()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -35,12 +36,15 @@ def fenced(tensor: torch.Tensor, at_end: bool = True) -> torch.Tensor:
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=extent, offset=pages - size if at_end else PAGE)
     if _libc.mprotect(ctypes.c_void_p(address + forbidden), ctypes.c_size_t(PAGE), 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    flat.copy_(tensor.detach().as_strided((extent,), (1,)))  # with what lies between the elements
+    flat.copy_(tensor.detach().as_strided((extent,), (1,)))  # including gaps between elements
     return flat.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 class Fenced(TorchDispatchMode):
-    """While it is on, what the given operators' functions allocate is fenced. ``functions`` are by operator name."""
+    """While active, fences the allocations of the given operators' functions.
+
+    ``functions``: by operator name.
+    """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], at_end: bool) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Fenced(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name().rpartition(".")[0] if "." in function.name() else function.name()
         ours = self._functions.get(name)
-        if ours is not None:  # the function itself, so that what it allocates comes by here as well
+        if ours is not None:  # call the function itself, to fence its allocations
             with self:
                 return ours(*args, **(kwargs or {}))
         made = function(*args, **(kwargs or {}))

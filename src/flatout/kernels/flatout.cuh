@@ -1,7 +1,8 @@
-// What every CUDA C++ kernel here begins with: storage types, loads of 16 bytes, sums over a block, shared memory.
+// Common header of all CUDA C++ kernels: storage types, 16-byte loads, sums over a block, shared memory.
 //
-// No header is included, CUDA's own neither: the same text goes through NVRTC (which comes with torch), through nvcc, and, with
-// emulator.h before it, through a C++ compiler for a machine without a GPU. Launch arguments are pointers, `long long` and `float`.
+// It includes no header, not even CUDA's. The same text compiles with NVRTC (which comes with torch), with
+// nvcc, and, after emulator.h, with a C++ compiler for a machine without a GPU. Launch arguments are
+// pointers, `long long` and `float`.
 #pragma once
 
 #ifndef FLATOUT_EMULATED
@@ -26,7 +27,7 @@ __device__ inline float to_float(half_t x) {
 }
 
 __device__ inline void from_float(float x, float& y) { y = x; }
-__device__ inline void from_float(float x, bfloat_t& y) {  // to nearest, ties to even; a NaN stays one
+__device__ inline void from_float(float x, bfloat_t& y) {  // to nearest, ties to even; NaN stays NaN
     unsigned bits = __float_as_uint(x);
     y.bits = x != x ? 0x7fff : static_cast<unsigned short>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -39,7 +40,7 @@ __device__ inline void from_float(float x, half_t& y) {
 }
 template <typename T> __device__ inline T rounded(float x) { T y; from_float(x, y); return y; }
 
-// Sixteen bytes at once: the widest load there is, and a quarter of the instructions of four-byte ones.
+// Sixteen bytes at once: the widest load, with a quarter of the instructions of four-byte loads.
 template <typename T> struct __align__(16) Pack { T at[16 / sizeof(T)]; };
 template <typename T> constexpr int PACK = 16 / sizeof(T);
 template <typename T> __device__ inline bool packs(const T* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
@@ -53,13 +54,13 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// The sum over all threads of a block, in every thread. The block is a multiple of a warp, at most 1,024 threads. The order of
-// the additions is fixed, so the same input gives the same bits.
+// The sum over all threads of a block, returned to every thread. The block is a multiple of a warp, at most
+// 1,024 threads. The order of the additions is fixed, so the same input gives the same bits.
 __device__ inline float block_sum(float x) {
     __shared__ float part[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
-    __syncthreads();  // the last call's reads are over
+    __syncthreads();  // the reads of the previous call are complete
     if (lane == 0) part[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? part[lane] : 0.0f);

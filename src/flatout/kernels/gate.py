@@ -1,16 +1,20 @@
-"""The gate: what must hold before a kernel is used. Pure: it computes and answers records; it prints, times and starts nothing.
+"""The gate: conditions that a kernel must meet before use.
 
-    values          outputs and gradients of every case against the reference in float64 (``precision``: bounds that follow the type
-                    and the length of the sums), and, for exact kernels, the reference's own bits
-    the same twice  bitwise equal outputs and gradients
-    memory          every case with each buffer against a forbidden page, at its end and at its beginning (``fences``); on a GPU
-                    compute-sanitizer runs the same cases
-    opcheck         torch.library.opcheck on the operators, with the arguments that the cases give them
-    gradcheck       numerical against analytical gradients in float64, of implementations that take it
+It computes and returns records; it prints, times and starts nothing.
+
+    values          outputs and gradients of every case against the reference in float64 (``precision``: bounds
+                    that follow from the type and the length of the sums), and, for exact kernels, the
+                    reference's bits
+    determinism     bitwise equal outputs and gradients
+    memory          every case with each buffer against a protected page, at its end and at its beginning
+                    (``fences``); on a GPU, compute-sanitizer runs the same cases
+    opcheck         torch.library.opcheck on the operators, with the arguments from the cases
+    gradcheck       numerical against analytical gradients in float64, for implementations that support it
     compiles        CUDA C++ for sm_80 and sm_90a
-    rejects ...     each known-wrong variant must fail ``values``: a gate that lets it pass is itself broken
+    rejects ...     each known-wrong variant must fail ``values``; a gate that accepts one is itself broken
 
-Crashes are part of the game: the gate runs in a child (``python -m flatout.kernels``), and a check that ends the process has failed.
+The gate runs in a child process (``python -m flatout.kernels``), because kernels may crash. A check that ends
+the process has failed.
 """
 
 from __future__ import annotations
@@ -35,14 +39,17 @@ from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kerne
 
 TARGETS = ("sm_80", "sm_90a")
 SANITIZED = "FLATOUT_SANITIZED"  # set in a child that runs under compute-sanitizer
-GRADCHECK_ELEMENTS = 400  # of all inputs of a case together
+GRADCHECK_ELEMENTS = 400  # in all inputs of a case together
 GRADCHECK_CASES = 3
-OPCHECK_CALLS = 2  # argument sets an operator
+OPCHECK_CALLS = 2  # argument sets per operator
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check's outcome: "ok", "failed" or "not run". ``why`` is a sentence; for "ok" it says what was done, where that adds something."""
+    """The outcome of one check: "ok", "failed" or "not run".
+
+    ``why`` is a sentence. For "ok", it says what was done, if useful.
+    """
 
     name: str
     status: str
@@ -50,16 +57,16 @@ class Check:
 
 
 class NotRun(Exception):
-    """A check could not be made here; the message is the reason."""
+    """A check cannot run here; the message is the reason."""
 
 
 def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
-    """The checks of a kernel by name, in their order. A function gives a remark, or raises Failed or NotRun."""
+    """The checks of a kernel by name, in order. A function returns a remark, or raises Failed or NotRun."""
     found: list[tuple[str, Callable[[], str]]] = []
     for implementation in kernel.implementations:
         title = f"{implementation.name}{_manner(implementation)}"
         found += [(f"{title}: values", partial(values, kernel, implementation)),
-                  (f"{title}: the same twice", partial(the_same_twice, kernel, implementation)),
+                  (f"{title}: determinism", partial(the_same_twice, kernel, implementation)),
                   (f"{title}: memory", partial(memory, kernel, implementation))]
         if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
             found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
@@ -74,18 +81,18 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
 
 
 def run(name: str, check: Callable[[], str]) -> Check:
-    """Make one check."""
+    """Run one check."""
     try:
         return Check(name, "ok", check())
     except Failed as failed:
         return Check(name, "failed", str(failed))
     except (NotRun, cuda.CudaUnavailable) as reason:
         return Check(name, "not run", str(reason))
-    except Exception as error:  # the kernel's own: whatever it raises, it has failed
+    except Exception as error:  # any exception of the kernel is a failure
         return Check(name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
-# -- the checks -----------------------------------------------------------------------------------------------------
+# -- the checks ----------------------------------------------------------------------------------------------
 
 
 def values(kernel: Kernel, implementation: Implementation) -> str:
@@ -102,7 +109,7 @@ def the_same_twice(kernel: Kernel, implementation: Implementation) -> str:
         one, two = (evaluate(implementation.call, cloned(inputs), case, at) for _ in range(2))
         for which, (a, b) in enumerate(zip(one, two, strict=True)):
             if not torch.equal(bits(a), bits(b)):
-                raise Failed(f"{case.title}: result {which} differs between two calls with the same inputs; is a sum taken in no fixed order (atomics)?")
+                raise Failed(f"{case.title}: result {which} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?")
     return ""
 
 
@@ -120,11 +127,11 @@ def memory(kernel: Kernel, implementation: Implementation) -> str:
             inputs = mapped(inputs_of(case, at), partial(fenced, at_end=at_end))
             with Fenced(kernel.operators, at_end):
                 evaluate(implementation.call, inputs, case, at)
-    return "every buffer against a forbidden page, at its end and at its beginning"
+    return "every buffer against a protected page, at its end and at its beginning"
 
 
 def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
-    """Of the smallest cases, in float64, whatever type they are declared in."""
+    """Check the smallest cases in float64, whatever their declared type."""
     tried = 0
     for at, case in enumerate(kernel.cases()):
         if case.bench or not case.differentiate:
@@ -135,7 +142,7 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
             continue
         double = mapped(inputs, in_double)
         if not all(bool(output.isfinite().all()) for output in tensors_of(kernel.reference(**double))):
-            continue  # there is no slope to measure
+            continue  # there is no finite slope to measure
         leaves = [double[name].requires_grad_() for name in case.differentiate]
 
         def of_leaves(*given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate) -> Any:
@@ -189,15 +196,18 @@ def compiles(source: cuda.CudaSource, target: str) -> str:
 
 
 def rejects(kernel: Kernel, variant: Function) -> str:
-    """A known-wrong variant must be refused by ``values``, by its numbers: one that raises shows nothing about the gate."""
+    """A known-wrong variant must fail ``values`` by its numbers.
+
+    A variant that raises proves nothing about the gate.
+    """
     for at, case in enumerate(kernel.cases()):
         if case.bench:
             continue
         try:
             compare(kernel, case, at, variant, kernel.exact)
         except Failed as refused:
-            return f"refused: {refused}"
-    raise Failed("the gate accepted this wrong variant: add a case that shows its mistake")
+            return f"rejected: {refused}"
+    raise Failed("the gate accepted this wrong variant: add a case that reveals its mistake")
 
 
 def _no_gpu() -> str:
@@ -205,14 +215,14 @@ def _no_gpu() -> str:
 
 
 def _no_wrong() -> str:
-    raise NotRun("there is no known-wrong variant; without one nobody knows whether these cases would notice a mistake")
+    raise NotRun("there is no known-wrong variant, so it is unknown whether these cases would detect a mistake")
 
 
-# -- what they share ------------------------------------------------------------------------------------------------
+# -- shared helpers -----------------------------------------------------------------------------------------
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the arguments that one operator is called with."""
+    """Records the arguments of the calls of one operator."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -222,7 +232,7 @@ class _Recorder(TorchDispatchMode):
 
     @staticmethod
     def copied(call: tuple[Any, tuple[Any, ...], dict[str, Any]], leaves: set[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The same call with tensors of its own, leaves where they were leaves."""
+        """The same call with copied tensors; leaves stay leaves."""
         function, args, kwargs = call
         return function, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(id(tensor) in leaves), args), kwargs
 
@@ -233,7 +243,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _cases(kernel: Kernel, implementation: Implementation) -> Iterator[tuple[int, Case]]:
-    """The cases that an implementation is tried on, with their seeds. Raises NotRun where it cannot run here."""
+    """The cases of an implementation, with their seeds. Raises NotRun if it cannot run here."""
     _can_run(implementation)
     return ((at, case) for at, case in enumerate(kernel.cases()) if not case.bench and case.dtype in implementation.dtypes)
 
@@ -241,18 +251,18 @@ def _cases(kernel: Kernel, implementation: Implementation) -> Iterator[tuple[int
 def _can_run(implementation: Implementation) -> None:
     if implementation.needs == "triton":
         if not has_triton():
-            raise NotRun("Triton is not installed; CUDA builds of torch bring it")
+            raise NotRun("Triton is not installed; it comes with CUDA builds of torch")
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            raise NotRun("there is no GPU, and Triton's interpreter is off; TRITON_INTERPRET=1 before Triton is imported switches it on")
+            raise NotRun("there is no GPU, and Triton's interpreter is off; set TRITON_INTERPRET=1 before Triton is imported")
         if not torch.cuda.is_available() and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-            raise NotRun("the interpreter of Triton before 3.7 takes the bounds of loops from NumPy in a way that NumPy 2.4 refuses; "
-                         '`pip install "numpy<2.4"` lets it run')
+            raise NotRun("the interpreter of Triton before 3.7 reads loop bounds from NumPy in a way that NumPy 2.4 rejects; "
+                         'run `pip install "numpy<2.4"`')
     if implementation.needs == "cuda" and not cuda.is_runnable():
-        raise NotRun("there is no GPU and no C++ compiler to emulate one; `apt-get install g++` brings one")
+        raise NotRun("there is no GPU and no C++ compiler to emulate one; run `apt-get install g++`")
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """Its first two numbers."""
+    """The first two numbers of its version."""
     return tuple(int(number) for number in re.findall(r"\d+", import_module(package).__version__)[:2])
 
 

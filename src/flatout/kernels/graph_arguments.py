@@ -1,4 +1,4 @@
-"""What goes into a recorded pass and comes out of it: arguments by their layout, outputs that can be handed out as copies."""
+"""Arguments and outputs of a recorded pass: arguments by layout, outputs that can be returned as copies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class NotRecordable(Exception):
-    """Why something cannot be recorded, in words that follow "the forward pass"."""
+    """Why a pass cannot be recorded. The message continues the words "the forward pass"."""
 
 
 def layout(value: Any, tensors: list[Any]) -> Any:
-    """What two calls must have in common to share a recording; adds the tensors. Raises NotRecordable for what is neither tensor, number nor container."""
+    """The properties that two calls must share to use one recording; appends the tensors to ``tensors``.
+
+    Raises NotRecordable for values that are neither tensors, numbers nor containers.
+    """
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         if not value.is_cuda or value.layout != torch.strided:
@@ -43,13 +46,13 @@ def filled(value: Any, tensors: Iterator[Any]) -> Any:
 
 
 def like(tensor: Any) -> Any:
-    """A leaf with the same values, strides and need of a gradient."""
+    """A leaf with the same values, strides and requires_grad."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 class _Place:
-    """Stands for a tensor in arguments that are kept without their tensors."""
+    """A placeholder for a tensor in arguments that are kept without tensors."""
 
 
 _TENSOR = _Place()
@@ -66,7 +69,7 @@ def emptied(value: Any) -> Any:
 
 
 def why_not_outputs(leaves: list[Any], sources: list[Any]) -> str:
-    """Why outputs cannot be handed out as copies: "" where they can."""
+    """Why outputs cannot be returned as copies; "" if they can."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in sources if tensor.numel()}
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -85,5 +88,5 @@ def why_not_outputs(leaves: list[Any], sources: list[Any]) -> str:
 
 
 def tensors_of(nest: Any) -> list[Any]:
-    """The tensors in containers, in their order."""
+    """The tensors in containers, in order."""
     return [leaf for leaf in _pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]

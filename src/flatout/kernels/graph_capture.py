@@ -1,4 +1,4 @@
-"""One capture: a side stream for each device, a memory pool, no garbage collection in between."""
+"""Capture one CUDA graph: a side stream per device, a memory pool, no garbage collection meanwhile."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ _streams: dict[int, Any] = {}
 
 
 class Recording:
-    """Set while anything is recorded: a module that is called inside the recording of another one runs as it is."""
+    """Active while anything is being recorded.
+
+    A module called inside another module's recording runs eagerly.
+    """
 
     active = False
 
 
 @contextmanager
 def capture(graph: Any, device: Any, pool: Any) -> Iterator[None]:
-    """Record what the body launches on ``device`` into ``graph``. Raises what CUDA or torch says where that cannot be recorded.
+    """Record the launches of the body on ``device`` into ``graph``.
 
-    Other threads may use the device meanwhile ("thread_local"): loaders pin memory in one.
+    Raises the error of CUDA or torch if that fails. Other threads may use the device meanwhile
+    ("thread_local"): loaders pin memory in a thread.
     """
     collects, Recording.active = gc.isenabled(), True
-    gc.disable()  # it could free a tensor or an event, which a capture does not permit
+    gc.disable()  # a capture does not permit freeing a tensor or an event
     try:
         with torch.cuda.device(device):
             if device.index not in _streams:
@@ -43,12 +47,12 @@ def capture(graph: Any, device: Any, pool: Any) -> Iterator[None]:
 
 
 def plain_grad() -> Any:
-    """``torch.autograd.grad`` itself: whoever observes the script's calls must not take ours for one."""
+    """``torch.autograd.grad`` without wrappers: observers of the script's calls must not record ours."""
     return inspect.unwrap(torch.autograd.grad)
 
 
 class InOrder:
-    """Makes launches of one graph follow each other where the script changes the current stream between them."""
+    """Orders the launches of one graph if the script changes the current stream between them."""
 
     def __init__(self, device: Any) -> None:
         self.device = device

@@ -1,16 +1,17 @@
-"""Forward and backward passes of one module as CUDA graphs, one recording for each shape of its inputs.
+"""Forward and backward passes of one module as CUDA graphs, one recording per input shape.
 
-A call whose shapes were seen before is replayed: its inputs are copied to where the recording reads them, and its outputs from where the recording
-writes them, so the script may keep what it gets. Everything else runs as the script wrote it: evaluation, other shapes, calls that cannot be recorded.
+A call with a known shape is replayed: its inputs are copied to the recording's inputs, and its outputs from
+the recording's outputs, so the script may keep them. Everything else runs eagerly: evaluation, other shapes,
+calls that cannot be recorded.
 
     first call of a shape    runs eagerly
-    second                   runs eagerly, and is watched (``graph_watch.py``)
+    second                   runs eagerly and is observed (``graph_watch.py``)
     third                    is recorded, forward and backward, and replayed
     later ones               are replayed
 
-One recording holds the intermediate results of one pass. While a backward pass may still need them, another call of the same shape has a recording of its own.
-A backward pass that was not recorded (through other outputs, a second time, or with ``create_graph``) computes the forward pass once more, from the same
-random numbers.
+One recording holds the intermediate results of one pass. While a backward pass may still need them, another
+call of the same shape uses another recording. A backward pass that was not recorded (through other outputs, a
+second time, or with ``create_graph``) recomputes the forward pass from the same random numbers.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layo
 from flatout.kernels.graph_capture import InOrder, Recording, capture, plain_grad
 from flatout.kernels.graph_watch import Watched, watched
 
-MOST_SHAPES = 8  # that are recorded of one module
-MOST_AT_ONCE = 4  # recordings of one shape: passes whose backward pass is still to come
-PATIENCE = 8  # eager passes of a shape, until it is known which of its outputs are differentiated
-MOST_CHANGES = 3  # of a module's attributes, after which it is recorded again
+MOST_SHAPES = 8  # recorded shapes per module
+MOST_AT_ONCE = 4  # recordings of one shape: passes with a pending backward pass
+PATIENCE = 8  # eager passes of a shape before its differentiated outputs must be known
+MOST_CHANGES = 3  # attribute changes of a module after which it is still recorded again
 CHECKED = {2, 32, 512, 8192}  # replays that are compared with an eager pass
-LEAST_FREE = 0.1  # of the device's memory, for evaluations and other shapes
-TOLERANCE = 1e-2  # of the largest value: kernels of a recording may round otherwise, a pass that does something else differs by more
+LEAST_FREE = 0.1  # share of the device's memory left for evaluations and other shapes
+TOLERANCE = 1e-2  # share of the largest value: recorded kernels may round differently; other passes differ by more
 
 
 class ModuleGraphs:
-    """Stands in the place of a module's forward. ``tell(why)`` is called once, where nothing of this module can be recorded.
+    """Replaces a module's forward. Calls ``tell(why)`` once if nothing of this module can be recorded.
 
-    ``operators`` False leaves out watching each operator, for a forward pass that a compiler has made.
+    ``operators`` False skips observing each operator, for a forward pass made by a compiler.
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool) -> None:
@@ -49,10 +50,10 @@ class ModuleGraphs:
         self.shapes: dict[Any, _Shape] = {}
         self.changes: list[str] = []
         self.changed_outside = 0
-        self.inside = False  # a forward pass of this module
+        self.inside = False  # inside a forward pass of this module
         self.off = False
 
-    # -- what the script calls --------------------------------------------------------------------------------------
+    # -- calls by the script ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.off or not torch.is_grad_enabled() or _elsewhere():
@@ -70,21 +71,21 @@ class ModuleGraphs:
         return self._pass(shape, inputs, args, kwargs)
 
     def attribute_changed(self, name: str) -> None:
-        """The script, or the forward pass itself, has set an attribute of one of the modules."""
+        """The script or the forward pass itself has set an attribute of one of the modules."""
         self.changes.append(name)
         if not self.inside:
             self.shapes.clear()
             self.changed_outside += 1
             if self.changed_outside > MOST_CHANGES:
-                self._give_up(f"depends on {name}, which the script sets again and again")
+                self._give_up(f"depends on {name}, which the script sets repeatedly")
 
     def _state(self) -> tuple[Any, ...]:
-        """What a recording depends on beside its inputs: modes, and where parameters and buffers lie."""
+        """The other inputs of a recording: modes, and addresses of parameters and buffers."""
         autocast = torch.is_autocast_enabled("cuda")
         return (tuple(module.training for module in self.modules), tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
                 tuple(buffer.data_ptr() for buffer in self.module.buffers()), torch.get_autocast_dtype("cuda") if autocast else None)
 
-    # -- the passes of one shape ------------------------------------------------------------------------------------
+    # -- the passes of one shape -----------------------------------------------------------------------------
 
     def _pass(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape.calls += 1
@@ -105,7 +106,7 @@ class ModuleGraphs:
                 return self._eagerly(args, kwargs)
         shape.replays += 1
         if shape.replays in CHECKED and not self._agrees(recorded, inputs, args, kwargs):
-            self._give_up("does not repeat what was recorded: it depends on something outside of its inputs and modules")
+            self._give_up("does not repeat its recording: it depends on something outside its inputs and modules")
             return self._eagerly(args, kwargs)
         return recorded.passed(inputs, args, kwargs)
 
@@ -135,7 +136,7 @@ class ModuleGraphs:
             recorded = Recorded(self, shape.seen, frozenset(shape.used), inputs, args, kwargs)
             if len(self.changes) > changes:
                 raise NotRecordable(f"sets {self.changes[-1]}")
-        except (RuntimeError, NotRecordable) as error:  # CUDA's refusals and out of memory are RuntimeErrors
+        except (RuntimeError, NotRecordable) as error:  # CUDA errors and out of memory are RuntimeErrors
             first = str(error).strip().splitlines() or [type(error).__name__]
             self._stays_eager(shape, str(error) if isinstance(error, NotRecordable) else f"cannot be recorded ({first[0][:160]})")
             return None
@@ -154,12 +155,15 @@ class ModuleGraphs:
         self.tell(why)
 
     def forget(self) -> None:
-        """Give the memory of all recordings back; from now on everything is eager."""
+        """Free the memory of all recordings; everything is eager from now on."""
         self.off = True
         self.shapes.clear()
 
     def _agrees(self, recorded: Recorded, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a replay and an eager pass compute the same, from the same random numbers. Leaves buffers and generator as they were."""
+        """Whether a replay and an eager pass agree, from the same random numbers.
+
+        Restores buffers and the generator.
+        """
         before, written = _generator(self.device), recorded.seen.written
         kept = [buffer.clone() for buffer in written]
         replayed = recorded.replayed(inputs)
@@ -170,13 +174,13 @@ class ModuleGraphs:
 
 
 class _Shape:
-    """What is known of calls with one shape of inputs, in one mode."""
+    """The record of calls with one input shape, in one mode."""
 
     def __init__(self) -> None:
         self.calls = self.replays = 0
-        self.eager = False  # for good
+        self.eager = False  # permanently
         self.seen: Watched | None = None
-        self.used: set[int] = set()  # outputs that a backward pass came through
+        self.used: set[int] = set()  # outputs that a backward pass used
         self.recordings: list[Recorded] = []
 
     def free(self) -> Recorded | None:
@@ -184,20 +188,23 @@ class _Shape:
 
 
 def _observed(shape: _Shape, found: Any) -> Any:
-    """The same outputs; notes which of them a backward pass comes through."""
+    """The same outputs, with hooks that note which of them a backward pass uses."""
     leaves, structure = _pytree.tree_flatten(found)
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaves[at] = leaf.clone()  # its gradient is the script's: one output may be computed from another
+            leaves[at] = leaf.clone()  # one output may be computed from another
             leaves[at].register_hook(lambda _, at=at: shape.used.add(at))
     return _pytree.tree_unflatten(leaves, structure)
 
 
-# -- one recording ------------------------------------------------------------------------------------------------------
+# -- one recording -------------------------------------------------------------------------------------------
 
 
 class Recorded:
-    """Forward and backward pass as two graphs that share their memory. Raises RuntimeError or NotRecordable where they cannot be recorded."""
+    """Forward and backward pass as two graphs with shared memory.
+
+    Raises RuntimeError or NotRecordable if they cannot be recorded.
+    """
 
     def __init__(self, graphs: ModuleGraphs, seen: Watched, used: frozenset[int], inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.graphs, self.seen, self.device = graphs, seen, graphs.device
@@ -209,7 +216,7 @@ class Recorded:
         self.forward_graph, self.backward_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         static = iter(self.inputs)
         mine = filled(args, static), filled(kwargs, static)
-        torch.clear_autocast_cache()  # weights that were cast outside of a recording are not part of it
+        torch.clear_autocast_cache()  # weights cast outside a recording are not part of it
         try:
             with _leaves_of_its_own(graphs.module) as own, capture(self.forward_graph, self.device, pool):
                 found = graphs.forward(*mine[0], **mine[1])
@@ -224,7 +231,7 @@ class Recorded:
         self.used = sorted(used & set(self.differentiable))
         self.gradients = [torch.empty_like(leaves[at]) for at in self.used]
         if any(id(leaf) in own for leaf in _leaves([leaves[at] for at in self.used])):
-            raise NotRecordable("reaches its weights by another way than its modules")
+            raise NotRecordable("reaches its weights other than through its modules")
         wanted = [tensor for tensor in (*self.inputs, *(own[id(p)] for p in self.parameters)) if tensor.requires_grad]
         with capture(self.backward_graph, self.device, pool):
             made = plain_grad()([leaves[at] for at in self.used], wanted, self.gradients, allow_unused=True)
@@ -232,18 +239,18 @@ class Recorded:
             raise NotRecordable("has sparse gradients")
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
         if free_bytes < LEAST_FREE * all_bytes:
-            raise NotRecordable("leaves too little memory for what is not recorded")
+            raise NotRecordable("leaves too little memory for the rest of the program")
         self.outputs = [leaves[at].detach() for at in self.places]
         self.made = [None if each is None else each.detach() for each in made]
         self.wanted = [tensor.requires_grad for tensor in (*self.inputs, *self.parameters)]
 
     @property
     def busy(self) -> bool:
-        """Whether a backward pass may still need what the last forward pass has left."""
+        """Whether a backward pass may still need the results of the last forward pass."""
         return self.lease is not None and self.lease() is not None
 
     def passed(self, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pass, in the place of the eager one; what it returns belongs to the script."""
+        """Replay the forward pass; the returned tensors belong to the script."""
         lease = _Lease(args, kwargs, _generator(self.device))
         self.lease = weakref.ref(lease)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (lease, tensor), lambda held: held[1]):
@@ -254,7 +261,7 @@ class Recorded:
         return _pytree.tree_unflatten(leaves, self.structure)
 
     def replayed(self, inputs: Iterable[Any]) -> list[Any]:
-        """The outputs of a replay, in memory of their own."""
+        """The outputs of a replay, in their own memory."""
         with torch.no_grad():
             moved = [(to, given) for to, given in zip(self.inputs, inputs, strict=True) if to.numel()]
             self.order.wait()
@@ -266,7 +273,7 @@ class Recorded:
             return [output.clone() for output in self.outputs]
 
     def differentiated(self, gradients: list[Any]) -> list[Any]:
-        """The gradients of inputs and parameters, from those of the used outputs, in memory of their own."""
+        """The gradients of inputs and parameters from those of the used outputs, in their own memory."""
         with torch.no_grad():
             self.order.wait()
             torch._foreach_copy_(self.gradients, gradients)
@@ -280,14 +287,20 @@ class Recorded:
 
 
 class _Lease:
-    """Lives as long as autograd keeps what a forward pass has saved: until its backward pass, or for as long as the script retains the graph."""
+    """Lives while autograd keeps the saved tensors of a forward pass.
+
+    This lasts until its backward pass, or while the script retains the graph.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: tuple[int, int]) -> None:
         self.arguments, self.generator = (emptied(args), emptied(kwargs)), generator
 
 
 class _Replay(torch.autograd.Function):
-    """The place of a replayed pass in the script's autograd graph. Arguments: the recording, its lease, how many inputs, inputs and parameters."""
+    """The node of a replayed pass in the script's autograd graph.
+
+    Arguments: the recording, its lease, the number of inputs, inputs and parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, recorded: Recorded, lease: _Lease, count: int, *tensors: Any) -> Any:
@@ -305,12 +318,15 @@ class _Replay(torch.autograd.Function):
         given = {at: gradient for at, gradient in zip(recorded.places, gradients, strict=True) if gradient is not None}
         if torch.is_grad_enabled() or ctx.done or sorted(given) != recorded.used:
             return (None, None, None, *_computed_again(recorded, inputs, ctx.arguments, ctx.generator, given))
-        ctx.done = True  # its replay writes over what the forward pass has kept
+        ctx.done = True  # the replay overwrites the results of the forward pass
         return (None, None, None, *recorded.differentiated([given[at] for at in recorded.used]))
 
 
 def _computed_again(recorded: Recorded, inputs: list[Any], arguments: Any, generator: tuple[int, int], given: dict[int, Any]) -> list[Any]:
-    """Gradients by an eager pass with the inputs and random numbers of the replayed one. They can be differentiated again."""
+    """Gradients by an eager pass with the inputs and random numbers of the replayed one.
+
+    They are differentiable.
+    """
     again, module, device, written = torch.is_grad_enabled(), recorded.graphs.module, recorded.device, recorded.seen.written
     now, kept = _generator(device), [buffer.clone() for buffer in written]
     static = iter(inputs)
@@ -332,9 +348,10 @@ def _computed_again(recorded: Recorded, inputs: list[Any], arguments: Any, gener
 
 @contextmanager
 def _leaves_of_its_own(module: Any) -> Iterator[dict[int, Any]]:
-    """Inside, the module has other parameters in the same memory; they are given by the ids of its own ones.
+    """Inside, the module has other parameters in the same memory.
 
-    The script's graphs of earlier steps keep nodes for its parameters that belong to the stream of those steps. A recording cannot contain them.
+    It yields them by the ids of the original ones. The script's graphs of earlier steps keep nodes for its
+    parameters that belong to the stream of those steps. A recording cannot contain these nodes.
     """
     own = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
     before: list[tuple[dict[str, Any], str, Any]] = []
@@ -343,7 +360,7 @@ def _leaves_of_its_own(module: Any) -> Iterator[dict[int, Any]]:
         for name, p in part._parameters.items():
             if p is not None:
                 before.append((part._parameters, name, p))
-        if "_flat_weights" in vars(part):  # torch's recurrent layers call their kernels with these
+        if "_flat_weights" in vars(part):  # used by torch's recurrent layers
             flat = [own.get(id(p), p) for p in part._flat_weights]
             lists += [(vars(part), "_flat_weights", flat), (vars(part), "_flat_weight_refs", [None if p is None else weakref.ref(p) for p in flat])]
     before += [(table, name, table[name]) for table, name, _ in lists]
@@ -369,11 +386,11 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
         waiting += [following for following, _ in node.next_functions]
 
 
-# -- what is asked of torch ---------------------------------------------------------------------------------------------
+# -- queries of torch's state --------------------------------------------------------------------------------
 
 
 def _elsewhere() -> bool:
-    """Whether a recording, a compiler, a tracer, a transform or a mode is at work, which must see the real pass."""
+    """Whether a recording, compiler, tracer, transform or mode is active, which must see the real pass."""
     return bool(Recording.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
                 or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
@@ -390,7 +407,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _generator(device: Any) -> tuple[int, int]:
-    """Seed and offset of the device's random numbers."""
+    """Seed and offset of the device's random generator."""
     generator = torch.cuda.default_generators[device.index]
     return generator.initial_seed(), generator.get_offset()
 
@@ -402,4 +419,4 @@ def _put_back(device: Any, state: tuple[int, int], buffers: Iterable[Any], value
     generator.set_offset(state[1])
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
-            buffer.data.copy_(value)  # without a new version: a backward pass to come may have saved the buffer
+            buffer.data.copy_(value)  # no new version: a pending backward pass may have saved it

@@ -1,8 +1,10 @@
 """The update of one optimizer as a CUDA graph.
 
-Recorded is what the optimizer's own ``step`` launches. It reads gradients from memory of its own, to which those of the parameters are copied before each
-replay. Numbers of the parameter groups are part of a recording: one that changes rarely, as a learning rate does between epochs, costs a new recording. A
-learning rate that changes in every step is read from the device, where the optimizer's kernels can do that ("fused").
+It records the launches of the optimizer's own ``step``. The recording reads gradients from its own memory;
+the gradients of the parameters are copied there before each replay. Numbers in the parameter groups are part
+of a recording. A number that changes rarely, such as a learning rate between epochs, costs a new recording. A
+learning rate that changes in every step is read from the device, if the optimizer's kernels support it
+("fused").
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from flatout.kernels.graph_capture import InOrder, Recording, capture
 from flatout.kernels.optimizer_step import step_cell
 
 KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
-WARM_STEPS = 2  # eager ones, in which optimizers make their state
-FEWEST_STEPS = 20  # replays that a recording should have served before another one is made
+WARM_STEPS = 2  # eager steps in which optimizers create their state
+FEWEST_STEPS = 20  # replays that a recording should serve before another one is made
 
 
 def why_not(optimizer: Any) -> str:
-    """Why the update of this optimizer cannot be recorded; "" where it can."""
+    """Why the update of this optimizer cannot be recorded; "" if it can."""
     kind = type(optimizer)
     if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in KINDS or step_cell(kind) is None:
-        return f"{kind.__name__} is not one of torch's optimizers whose update can be recorded"
+        return f"{kind.__name__} is not an optimizer of torch whose update can be recorded"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_cuda or p.device != parameters[0].device for p in parameters):
         return "not all of its parameters are on one CUDA device"
@@ -36,7 +38,10 @@ def why_not(optimizer: Any) -> str:
 
 
 class UpdateGraph:
-    """Stands in the place of ``optimizer.step``; ``before`` is what was there. ``off`` says why the update stays eager from now on, "" where it does not."""
+    """Replaces ``optimizer.step``; ``before`` is the original.
+
+    ``off`` says why the update stays eager from now on; "" if it does not.
+    """
 
     def __init__(self, optimizer: Any, before: Callable[..., Any]) -> None:
         self.optimizer, self.before = optimizer, before
@@ -56,16 +61,16 @@ class UpdateGraph:
             return self.before()
         if (self.recorded is None or not self.recorded.serves(state)) and not self._record(state):
             return self.before()
-        self.optimizer._opt_called = True  # as the wrapper of a learning rate scheduler notes
+        self.optimizer._opt_called = True  # as the wrapper of a learning-rate scheduler sets
         return self.hooked(self.optimizer)
 
     def _unusual(self) -> bool:
-        """A GradScaler hands its scale to the kernels; a recording or a transform is at work."""
+        """Whether a GradScaler passes its scale to the kernels, or a recording is active."""
         return bool(Recording.active or torch.cuda.is_current_stream_capturing() or getattr(self.optimizer, "grad_scale", None) is not None
                     or getattr(self.optimizer, "found_inf", None) is not None)
 
     def _record(self, state: _State) -> bool:
-        """Whether there is a recording for this state now."""
+        """Make a recording for this state; return whether there is one."""
         if self.recorded is not None:
             before, served = self.recorded.state, self.recorded.replays
             if served < FEWEST_STEPS and served:
@@ -74,7 +79,7 @@ class UpdateGraph:
                     self._stays_eager("its parameter groups change too often")
                     return False
                 self.moving_rates = True
-        self.recorded = None  # its memory is free for the next one
+        self.recorded = None  # frees its memory for the next one
         try:
             self.recorded = _Recorded(self.optimizer, state, self.device, self.moving_rates)
         except RuntimeError as error:
@@ -87,7 +92,7 @@ class UpdateGraph:
         self.off, self.recorded = why, None
 
     def forget(self) -> None:
-        """Give the memory of the recording back."""
+        """Free the memory of the recording."""
         self._stays_eager("the lever is off")
 
     def _replay(self, optimizer: Any) -> None:
@@ -96,7 +101,10 @@ class UpdateGraph:
 
 
 class _State:
-    """What a recorded update depends on: which parameters have gradients, the groups' numbers, where everything lies."""
+    """The state that a recorded update depends on.
+
+    It consists of the parameters with gradients, the groups' numbers, and all addresses.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         groups, state = optimizer.param_groups, optimizer.state
@@ -117,7 +125,7 @@ class _State:
 
 
 class _Recorded:
-    """Raises RuntimeError where the update cannot be recorded."""
+    """One recorded update. Raises RuntimeError if it cannot be recorded."""
 
     def __init__(self, optimizer: Any, state: _State, device: Any, moving_rates: bool) -> None:
         self.optimizer, self.state, self.moving, self.replays = optimizer, state, moving_rates, 0
@@ -133,7 +141,7 @@ class _Recorded:
             for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate
                 if "capturable" in group:
-                    group["capturable"] = True  # else torch refuses to record it; with fused kernels it computes the same
+                    group["capturable"] = True  # otherwise torch rejects the capture; fused kernels compute the same
             with capture(self.graph, device, torch.cuda.graph_pool_handle()):
                 step_cell(type(optimizer)).cell_contents(optimizer)
         finally:
@@ -143,7 +151,7 @@ class _Recorded:
                 p.grad = gradient
 
     def serves(self, state: _State) -> bool:
-        """Whether this recording is right for a state; learning rates that move are written down for the replay."""
+        """Whether this recording fits a state. Stores changed learning rates for the replay."""
         if not self.state.same_but_rates(state):
             return False
         if state.rates != self.state.rates:

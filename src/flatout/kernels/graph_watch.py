@@ -1,8 +1,8 @@
-"""What a forward pass does beside computing on its inputs: seen in one that runs eagerly.
+"""Detect effects of a forward pass beyond computing on its inputs, by observing one eager pass.
 
-A recorded pass repeats its kernels and nothing else. So a pass cannot be recorded that reads values of the device, copies from the host, draws random
-numbers on the host, sets attributes of its modules, changes its inputs, or uses tensors that are neither inputs, parameters, buffers nor attributes of its
-modules.
+A recorded pass repeats its kernels and nothing else. So a pass cannot be recorded if it reads device values,
+copies from the host, draws random numbers on the host, sets attributes of its modules, or changes its inputs.
+Nor may it use tensors that are neither inputs, parameters, buffers nor attributes of its modules.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 def telling_of_changes(set_attribute: Callable[..., None], changed: Mapping[int, Sequence[Callable[[str], None]]]) -> Callable[..., None]:
-    """What takes the place of ``nn.Module.__setattr__``. ``changed``: who is told of attributes that are set, by the id of the module.
+    """A replacement for ``nn.Module.__setattr__``.
 
-    ``training`` is left out: it belongs to the key of a recording.
+    ``changed``: callbacks for set attributes, by the id of the module. ``training`` is left out, because it
+    belongs to the key of a recording.
     """
     def __setattr__(module: Any, name: str, value: Any) -> None:
         if name != "training":
@@ -35,11 +36,11 @@ def telling_of_changes(set_attribute: Callable[..., None], changed: Mapping[int,
 
 
 class _Operators(TorchDispatchMode):
-    """Tensors that come into a pass from elsewhere, and operators that a recording cannot repeat."""
+    """Detects tensors that enter a pass from outside, and operators that a recording cannot repeat."""
 
     def __init__(self, known: set[int], device: Any) -> None:
         super().__init__()
-        self.known, self.device = known, device  # by memory: what lives when the pass begins shares none with what the pass makes
+        self.known, self.device = known, device  # by memory; tensors alive before the pass share none with new ones
         self.why = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +50,7 @@ class _Operators(TorchDispatchMode):
         for tensor in tensors_of((args, kwargs)):
             if tensor.device != self.device:
                 if tensor.device.type == "cpu" and tensor.dim() == 0:
-                    continue  # a number; it is part of the recording
+                    continue  # a number, which is part of the recording
                 self._because(f"uses a tensor on {tensor.device}")
             elif _place(tensor) not in self.known:
                 self._because("uses a tensor that is neither an input nor belongs to a module")
@@ -65,7 +66,7 @@ class _Operators(TorchDispatchMode):
 
 
 class Watched:
-    """What was seen: ``why`` it cannot be recorded ("" where it can), and the buffers that it writes."""
+    """The observations: ``why`` a pass cannot be recorded ("" if it can), and the buffers it writes."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -74,9 +75,13 @@ class Watched:
 
 @contextmanager
 def watched(module: Any, inputs: Sequence[Any], device: Any, changes: list[str], operators: bool) -> Iterator[Watched]:
-    """The body is one eager forward pass. ``changes``: attributes that were set on modules, as they come. ``operators``: look at each operator as well."""
+    """Observe the body, one eager forward pass.
+
+    ``changes``: attributes set on modules so far, appended live. ``operators``: whether to observe each
+    operator as well.
+    """
     seen, buffers = Watched(), list(module.buffers())
-    # By value, too: the kernels of batch normalisation write running statistics without counting a version.
+    # Compare values, too: batch normalisation kernels write running statistics without a version change.
     before = _host_generators(), [(buffer._version, buffer.clone()) for buffer in buffers], [tensor._version for tensor in inputs], len(changes)
     if operators:
         tensors = [*inputs, *module.parameters(), *buffers, *_attributes(module)]
@@ -98,14 +103,14 @@ def watched(module: Any, inputs: Sequence[Any], device: Any, changes: list[str],
 
 
 def _host_generators() -> tuple[Any, ...]:
-    """The states of the random generators on the host."""
+    """The states of the host's random generators."""
     numpy = sys.modules.get("numpy")
     drawn = () if numpy is None else tuple(part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state())
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
 
 
 def _attributes(module: Any) -> Iterator[Any]:
-    """Tensors that are plain attributes of modules, as tables of positions are."""
+    """Tensors that are plain attributes of modules, such as position tables."""
     for each in module.modules():
         for value in vars(each).values():
             if isinstance(value, torch.Tensor):
@@ -113,7 +118,7 @@ def _attributes(module: Any) -> Iterator[Any]:
 
 
 def _place(tensor: Any) -> int:
-    """The memory that a tensor lies in. A wrapper without memory of its own counts by itself."""
+    """The memory of a tensor. A wrapper without memory counts separately."""
     try:
         return int(tensor.untyped_storage().data_ptr()) or -id(tensor)
     except (RuntimeError, NotImplementedError):

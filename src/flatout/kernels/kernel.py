@@ -1,4 +1,4 @@
-"""What a kernel is: a frozen value that says what is computed, in which ways, and how the gate shall try it."""
+"""Describe a kernel as a frozen value: its definition, its implementations, and the cases for its gate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 Inputs = dict[str, Any]  # by the argument's name: tensors, numbers, None
-Function = Callable[..., Any]  # called with Inputs; a tensor, or a tuple of tensors
+Function = Callable[..., Any]  # called with Inputs; returns a tensor or a tuple of tensors
 
 
 @dataclass(frozen=True)
 class Case:
-    """One situation that a kernel must get right.
+    """One situation that a kernel must compute correctly.
 
-    ``make(draw)`` gives the inputs on the CPU, drawn from the generator it is handed, in ``dtype`` where they are
-    floating. ``differentiate`` names the inputs whose gradients are compared. ``terms`` is the length of the longest sum
-    behind one output: the bound of the error grows with its square root. ``inside`` counts the roundings to ``dtype`` of values inside
-    the formula (a residual's sum, half-precision logits): they weigh by the largest output, not by each. A case with ``bench`` is large and only timed:
-    "gpu" there alone, "any" on a CPU too.
+    ``make(draw)`` returns the inputs on the CPU, drawn from the given generator, floating ones in ``dtype``.
+    ``differentiate`` names the inputs whose gradients are compared. ``terms`` is the length of the longest
+    sum in one output: the error bound grows with its square root. ``inside`` counts values inside the formula
+    that are rounded to ``dtype`` (a residual's sum, half-precision logits): they weigh by the largest output,
+    not by each. A case with ``bench`` is large and only timed: "gpu" on a GPU only, "any" on a CPU too.
     """
 
     title: str
@@ -34,9 +34,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute it. ``call`` takes the inputs of a case and is differentiable where the kernel is.
+    """One way to compute a kernel.
 
-    ``needs`` is what it is written in: "" (plain torch, any device), "triton" or "cuda". ``dtypes`` are those it takes.
+    ``call`` takes the inputs of a case, and is differentiable if the kernel is. ``needs`` is the language: ""
+    (plain torch, any device), "triton" or "cuda". ``dtypes`` are the supported types.
     """
 
     name: str
@@ -47,14 +48,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with everything that its gate and its bench need.
+    """A kernel with everything that its gate and its benchmark need.
 
-    ``reference`` is plain torch, works in float64, and is the meaning of the kernel. ``operators`` are the names of its
-    torch.library operators ("flatout::layer_norm") with the Python function behind each: the gate runs the function itself
-    where it has to see what is allocated. ``wrong`` are variants with the mistakes that such a kernel is prone to: the gate must
-    reject every one of them. ``sources`` are the files with CUDA C++. ``moved_bytes`` and ``flops`` say, for one case's inputs, the
-    least traffic and arithmetic of a forward pass: what the roofline of a device allows. ``exact`` holds the implementations
-    to the reference's bits in float32.
+    ``reference`` is plain torch, works in float64, and defines the kernel. ``operators`` maps the names of
+    its torch.library operators ("flatout::layer_norm") to their Python functions: to observe allocations, the
+    gate runs the function itself. ``wrong`` holds variants with typical mistakes of such a kernel: the gate
+    must reject every one. ``sources`` are the files with CUDA C++. ``moved_bytes`` and ``flops`` give, for
+    one case's inputs, the least traffic and arithmetic of a forward pass, from which the roofline of a device
+    follows. ``exact`` requires implementations to equal the reference bit for bit in float32.
     """
 
     name: str
@@ -65,14 +66,14 @@ class Kernel:
     wrong: Mapping[str, Function]
     operators: Mapping[str, Function] = field(default_factory=dict)
     sources: Sequence[Any] = ()
-    ulps: float = 4.0  # roundings in the storage type that one output may carry
+    ulps: float = 4.0  # allowed roundings in the storage type per output
     exact: bool = False
     moved_bytes: Callable[[Inputs], int] | None = None
     flops: Callable[[Inputs], int] | None = None
 
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that a function of a kernel gave, in their order."""
+    """The tensors that a kernel's function returned, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
     return tuple(each for each in result if isinstance(each, torch.Tensor))

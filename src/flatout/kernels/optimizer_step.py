@@ -1,4 +1,4 @@
-"""Where torch keeps the update of an optimizer class."""
+"""Find where torch keeps the update of an optimizer class."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def step_cell(kind: Any) -> Any:
-    """The cell that holds the update itself, inside torch's wrapper of ``step``, which calls the hooks before and after it. None where there is none.
+    """The cell that holds the update inside torch's wrapper of ``step``; None if there is none.
 
-    The compiler puts a wrapper of its own around that of some classes.
+    The wrapper calls the hooks. The compiler puts a wrapper of its own around torch's for some classes.
     """
     step = kind.step if getattr(kind.step, "hooked", False) else None
     while step is not None and "func" not in step.__code__.co_freevars:

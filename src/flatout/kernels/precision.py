@@ -1,13 +1,14 @@
-"""How far from float64 a result may lie.
+"""The allowed distance of a result from float64.
 
-Two things round: the storage type, once or a few times an output (relative to that output), and the sums, which are kept in
-float32 or better (relative to the largest output; n random roundings add up like sqrt(n), Higham & Mary, "A new approach to
-probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). So
+Two things round: the storage type, once or a few times per output (relative to that output), and the sums,
+which are kept in float32 or better (relative to the largest output). n random roundings add up like sqrt(n):
+Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019. So
 
-    |got - float64|  <=  ulps * u(dtype) * |float64|  +  (inside * u(dtype) + SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
+    |got - float64|  <=  ulps * u(dtype) * |float64|
+                         +  (inside * u(dtype) + SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
 
-where ``inside`` counts the values inside the formula that are rounded to the storage type before they go on, and u is the unit
-roundoff. Nothing is scaled by hand for a kernel that happens to be worse.
+``inside`` counts the values inside the formula that are rounded to the storage type before further use, and u
+is the unit roundoff. No limit is tuned by hand for a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2
 
 @dataclass(frozen=True)
 class Distance:
-    """``share`` is the largest error as a share of what is allowed there: at most 1 passes."""
+    """``share`` is the largest error as a share of the allowed error; at most 1 passes."""
 
     share: float
     where: tuple[int, ...]
@@ -33,9 +34,10 @@ class Distance:
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float, inside: float = 0.0, stored: torch.dtype | None = None) -> Distance:
-    """How far ``got`` lies from the float64 tensor ``expected`` of the same shape. NaN equals NaN, an infinity itself, and nothing else.
+    """The distance of ``got`` from the float64 tensor ``expected`` of the same shape.
 
-    ``stored`` is the type of the inputs, where that is coarser than the result's.
+    NaN equals only NaN, and an infinity only itself. ``stored`` is the type of the inputs, if coarser than
+    the result's.
     """
     if got.numel() == 0:
         return Distance(0.0, (), 0.0, 0.0)

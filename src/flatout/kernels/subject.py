@@ -1,4 +1,4 @@
-"""From what a person names to a Kernel: one of ours, a folder or a file with a KERNEL, or one function beside its reference."""
+"""Find a Kernel by name: built in, in a folder or file with a KERNEL, or a function with a reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.kernels.kernel import Implementation, Kernel
 
 
 class SubjectError(LookupError):
-    """What was named cannot be checked: what, why, and what to do."""
+    """The subject cannot be checked; the message says what, why, and what to do."""
 
 
 def find(subject: str) -> Kernel:
@@ -23,19 +23,23 @@ def find(subject: str) -> Kernel:
     place, _, name = subject.partition(":")
     path = Path(place)
     if not path.exists():
-        hint = f"Our own are {', '.join(NAMES)}." if "/" not in place and not place.endswith(".py") else "Check the path."
-        raise SubjectError(f"there is no kernel or file {place!r}. {hint} `flatout kernel new NAME` writes a folder to start from.")
+        hint = f"The built-in kernels are {', '.join(NAMES)}." if "/" not in place and not place.endswith(".py") else "Check the path."
+        raise SubjectError(f"there is no kernel or file {place!r}. {hint} `flatout kernel new NAME` creates a starter folder.")
     module = _load(path)
     if name and name != "KERNEL":
         return _of_function(module, path, name)
     found = getattr(module, "KERNEL", None)
     if not isinstance(found, Kernel):
-        raise SubjectError(f"{place} has no KERNEL. Name a function (`{place}:function`), or describe the kernel there (`flatout kernel new NAME` shows how).")
+        raise SubjectError(f"{place} has no KERNEL. Name a function (`{place}:function`), or define KERNEL (`flatout kernel new NAME` shows how).")
     return found
 
 
 def _of_function(module: ModuleType, path: Path, name: str) -> Kernel:
-    """``NAME`` with ``NAME_reference`` (or ``reference``) and ``NAME_cases`` (or ``cases``); ``NAME_wrong`` or ``wrong`` is a mapping of functions."""
+    """The Kernel of a function ``NAME``.
+
+    Requires ``NAME_reference`` (or ``reference``) and ``NAME_cases`` (or ``cases``). ``NAME_wrong`` or
+    ``wrong`` is an optional mapping of functions.
+    """
     function = getattr(module, name, None)
     if isinstance(function, Kernel):
         return function
@@ -44,8 +48,8 @@ def _of_function(module: ModuleType, path: Path, name: str) -> Kernel:
                        and getattr(value, "__module__", "") == module.__name__)
         raise SubjectError(f"{path} has no function {name!r}. It has {', '.join(there) or 'none'}.")
     parts: dict[str, Any] = {}
-    for part, what in (("reference", "the same in plain torch, with the same arguments"),
-                       ("cases", "a function that gives a list of flatout.kernels.kernel.Case")):
+    for part, what in (("reference", "the same function in plain torch, with the same arguments"),
+                       ("cases", "a function that returns a list of flatout.kernels.kernel.Case")):
         parts[part] = getattr(module, f"{name}_{part}", None) or getattr(module, part, None)
         if not callable(parts[part]):
             raise SubjectError(f"{path} has no {part} for {name!r}. Add `{name}_{part}`: {what}. `flatout kernel new NAME` writes an example.")
@@ -56,7 +60,10 @@ def _of_function(module: ModuleType, path: Path, name: str) -> Kernel:
 
 
 def _load(path: Path) -> ModuleType:
-    """A file, or a folder with an ``__init__.py``, imported under its own name, with its folder on the path as for a script."""
+    """Import a file, or a folder with an ``__init__.py``, under its own name.
+
+    Its folder is on the path, as for a script.
+    """
     file = path / "__init__.py" if path.is_dir() else path
     if not file.is_file():
         raise SubjectError(f"{path} is a folder without an __init__.py. Name a file in it, or add one with a KERNEL.")

@@ -1,1 +1,1 @@
-"""Room 1: understands a command, prepares its environment, starts and supervises it."""
+"""Parses a command, prepares its environment, starts and supervises it."""

@@ -1,4 +1,4 @@
-"""A process that becomes what it was when it was started."""
+"""Re-execute the current process from the start."""
 
 from __future__ import annotations
 
@@ -9,5 +9,7 @@ from typing import NoReturn
 
 
 def become_again(more: Mapping[str, str]) -> NoReturn:
-    """The same Python with the same words, and ``more`` in its environment. Nothing of this process is left but its number and what it has open."""
+    """Run the same Python command again, with ``more`` added to its environment.
+
+    Only the process ID and inheritable open files survive."""
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **more})

@@ -1,4 +1,6 @@
-"""Asks other programs what they know, all at once, each for a limited time. A program that hangs, crashes or is not there is an answer too."""
+"""Run other programs in parallel, each with a time limit, and collect their output.
+
+A program that hangs, crashes or is missing gives a result too."""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ MAX_BYTES = 1 << 20
 
 
 class Asked:
-    """One program that has been started. ``answer`` waits for it, and ends it and all of its group where it takes longer."""
+    """A started program. ``answer`` waits for it, and kills its process group after the time limit."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> None:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        # Files, not pipes: a program that says more than a pipe holds must not wait for us while we wait for another.
+        # Files, not pipes: a program that fills its pipe would block while we wait for another program.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._refused = ""
         path = shutil.which(command[0])
         if path is None:
             return
-        # What is read are English words: another locale would translate them.
+        # The output is parsed in English; another locale would translate it.
         words = {**(os.environ if environment is None else environment), "LC_ALL": "C"}
         try:
             self._process = subprocess.Popen([path, *command[1:]], env=words, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
@@ -49,7 +51,7 @@ class Asked:
         return Ran(self._command, None if timed_out else self._process.returncode, _text(self._out), _text(self._err), timed_out=timed_out)
 
     def end(self) -> None:
-        """Itself and all of its group, if it still runs."""
+        """Kill the program and its process group, if they still run."""
         if self._process is None:
             return
         try:
@@ -59,7 +61,7 @@ class Asked:
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            pass  # stuck in the kernel, as a broken driver leaves its callers: nobody can wait for that
+            pass  # stuck in the kernel, as with a broken driver
 
 
 def _text(file: BinaryIO) -> str:

@@ -1,4 +1,6 @@
-"""What the starts of a program that is watched over have brought, and whether one more makes sense. Pure: moments come from whoever looks."""
+"""The progress of each start of a supervised program, and the decision whether to restart it.
+
+This module is pure: the caller passes the times."""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ from flatout.launch.failure import LOST_ANOTHER, exit_code, signal_name
 
 REPORTS = {"ChildFailedError", "SignalException"}
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (?P<rank>\d+).*?exitcode +: (?P<code>-?\d+)", re.DOTALL)
-FRUITLESS = 3  # restarts that bring nothing further
+FRUITLESS = 3  # restarts without progress
 ALLOCATORS = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
 
 
 @dataclass
 class Attempt:
-    """One start of the program. Moments in seconds; ``base``: steps that the save had from which it went on. ``kept``: steps of its newest save."""
+    """One start of the program, with times in seconds.
+
+    ``base`` is the step of the checkpoint that it resumed from; ``kept`` is the step of its newest
+    checkpoint."""
 
     number: int
     began: float
@@ -38,15 +43,18 @@ class Attempt:
         return self.base + self.steps
 
     def kept_s(self, well: bool) -> float:
-        """Time that brought steps which were kept: from where it began to train to its newest save, or to its end where all is done."""
+        """Return the useful time: from the first step to the newest checkpoint, or to a successful end."""
         until = self.ended if well else self.saved
         return max(0.0, until - self.stepped) if until is not None and self.stepped is not None else 0.0
 
 
 @dataclass
 class Incident:
-    """One line of `incidents.jsonl`; times in seconds. ``detect_s``: from the last sign of life to the finding; ``stop_s``: until nothing of the program ran;
-    ``start_s``: from there to its torch being imported again; ``load_s``: from there to its first step. None: it did not come to that."""
+    """One line of `incidents.jsonl`, with times in seconds.
+
+    ``detect_s`` is the time from the last sign of life to detection, ``stop_s`` until all processes of the
+    program had ended, ``start_s`` from there until torch is imported again, and ``load_s`` from there to the
+    first step. None means that the program did not get that far."""
 
     at: str
     attempt: int
@@ -72,46 +80,46 @@ class Incident:
 
 @dataclass
 class Course:
-    """All starts so far."""
+    """All starts of the program so far."""
 
     attempts: list[Attempt] = field(default_factory=list)
     fruitless: int = 0
-    farthest: int = -1  # steps reached by a start that knows of no save
+    farthest: int = -1  # steps reached, for programs without known checkpoints
     kept: int = 0
     _failures: list[tuple[str, str]] = field(default_factory=list)
 
     def note(self, attempt: Attempt) -> None:
-        """An attempt has failed: count whether it brought anything further."""
+        """Record a failed attempt, and whether it made progress."""
         further = attempt.kept > self.kept if any(each.saves for each in self.attempts) else attempt.reached > self.farthest
         first = len(self.attempts) == 1
         self.fruitless = 0 if further or first else self.fruitless + 1
         self.kept, self.farthest = max(self.kept, attempt.kept), max(self.farthest, attempt.reached)
 
     def again(self, kind: str, place: str) -> bool:
-        """Whether the last failure was the same, at the same place."""
+        """Record a failure, and return whether the last one was of the same kind at the same place."""
         same = bool(place and self._failures) and self._failures[-1] == (kind, place)
         self._failures.append((kind, place))
         return same
 
     def why_not_again(self, ending: Ending, attempt: Attempt, restarts: int) -> str:
-        """Why the program is not started again; "" where it is. A sentence without its stop."""
+        """Return why the program is not restarted, without a full stop; "" if it is restarted."""
         made = attempt.number - 1
         trained = any(each.steps for each in self.attempts)
         if ending.kind == "exit" and not trained:
-            return "it failed before its first step, and would again"
+            return "it failed before its first step and would fail again"
         if ending.kind == "unheard":
-            return "nobody reads what it prints any more, and it would fail again as soon as it prints"
+            return "its output is closed, so it would fail again as soon as it prints"
         if ending.kind == "memory" and not attempt.saves:
             return f"the next start would run out of memory at the same place. {ending.advice}"
         if made >= restarts:
             return f"that was restart {made} of {restarts} (--restarts)" if restarts else "no restarts are allowed (--restarts 0)"
         if self.fruitless >= FRUITLESS:
-            return (f"{self.fruitless} restarts in a row have brought it no step further than {max(self.kept, self.farthest)}. "
-                    "`flatout explain` reads a traceback; mend that, then start again: it goes on from its newest save")
+            return (f"{self.fruitless} restarts in a row made no progress beyond step {max(self.kept, self.farthest)}. "
+                    "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint")
         return ""
 
     def goodput(self, now: float, well: bool) -> float:
-        """Share of the time that brought steps which were kept."""
+        """Return the share of the time spent on steps that were kept."""
         if not self.attempts:
             return 0.0
         last = self.attempts[-1]
@@ -121,8 +129,11 @@ class Course:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended. ``kind``: "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` as a shell says it; ``what`` is a sentence
-    without its stop; ``place``: where in the program."""
+    """How a start ended.
+
+    ``kind`` is "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` is the exit
+    code as in a shell; ``what`` is a sentence without its full stop; ``place`` is the location in the
+    program."""
 
     kind: str
     code: int
@@ -132,21 +143,23 @@ class Ending:
 
 
 def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int) -> Ending:
-    """Of a program that was not ended by us. ``killed_by_kernel``: whether the counter of its control group says so, None where nobody knows."""
+    """Return the ending of a program that flatout did not end.
+
+    ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
     told = failures[0] if failures else {}
     said, kinds = str(told.get("said", "")), told.get("kinds", [])
     place = _place(told)
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
-        return Ending("memory", exit_code(code), f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory had run out", place,
-                      "A smaller batch, fewer loader workers or a higher limit help: `flatout memory COMMAND...` foretells what a step takes")
+        return Ending("memory", exit_code(code), f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory ran out", place,
+                      "Use a smaller batch, fewer loader workers or a higher limit; `flatout memory COMMAND...` predicts the memory of a step")
     if code < 0:
-        unknown = "; it may have been out of memory, which cannot be read here" if code == -9 and killed_by_kernel is None else ""
-        return Ending("signal", exit_code(code), f"{title} was ended by {signal_name(-code)} {after}{unknown}", place)
+        unknown = "; it may have run out of memory, which cannot be read here" if code == -9 and killed_by_kernel is None else ""
+        return Ending("signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place)
     if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in said for word in ALLOCATORS):
-        first = said.splitlines()[0][:160] if said else "no words"
+        first = said.splitlines()[0][:160] if said else "no message"
         return Ending("memory", code, f"{title} ran out of memory {after} ({first})", place,
-                      "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that takes less, and `flatout.Loop` does such a step again in smaller parts")
+                      "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that needs less, and `flatout.Loop` repeats such a step in smaller parts")
     lost = _lost_rank(failures)
     if lost:
         return Ending("exit", code, f"{title} failed {after}: {lost}", place)
@@ -159,14 +172,14 @@ def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], kill
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
-    """Where no process of the program told of a failure of its own, but torchrun tells which one it missed."""
+    """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
     if any(str(told.get("kinds", [""])[0]) not in REPORTS and not LOST_ANOTHER.search(str(told.get("said", ""))) for told in failures):
         return ""
     root = next((found for told in failures if (found := ROOT_CAUSE.search(str(told.get("said", ""))))), None)
     if root is None:
         return ""
     code = int(root["code"])
-    return f"rank {root['rank']} was the first to end, {f'by {signal_name(-code)}' if code < 0 else f'with exit code {code}'}"
+    return f"rank {root['rank']} was the first to fail, {f'by {signal_name(-code)}' if code < 0 else f'with exit code {code}'}"
 
 
 def _place(told: Mapping[str, Any]) -> str:
@@ -177,8 +190,10 @@ def _place(told: Mapping[str, Any]) -> str:
 
 
 def failures_in(folder: str) -> list[dict[str, Any]]:
-    """What processes told of the exceptions that ended them: causes first, then what has only lost another process, then launchers that report of others; of
-    each kind the oldest first."""
+    """Return the exception reports that the processes wrote.
+
+    Causes come first, then processes that only lost another one, then launchers that report others. Within
+    each group the oldest comes first."""
     found = []
     for path in sorted(Path(folder).glob("failed.*"), key=lambda each: each.stat().st_mtime_ns):
         try:
@@ -191,7 +206,7 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
 
 
 def kills_for_memory() -> int | None:
-    """How often the kernel has ended a process of our control group because memory had run out; None where that cannot be read."""
+    """Return the number of OOM kills in our control group; None if it cannot be read."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,9 +1,11 @@
-"""The nodes of a job hear of each other, so that none waits for one that is gone.
+"""Heartbeats between the nodes of a job, so that no node waits for a dead one.
 
-A collective whose peer is cut off waits for its group's timeout (half an hour with gloo): no packet says that a link was cut or a machine lost its power.
-Each agent therefore leaves a beat in the rendezvous's store every few seconds. The agent that serves it reads them all, and ends its own ranks where
-a node of the round has fallen silent; the ranks of the others lose their peers, and all agents begin a new round or end. An agent that cannot
-reach the rendezvous ends: it may wait inside a store operation, where torch hears of nothing.
+A collective with an unreachable peer waits for its group's timeout (half an hour with gloo): no packet
+reports that a link was cut or a machine lost its power. So each agent writes a heartbeat to the rendezvous's
+store every few seconds. The agent that serves the store reads them all. It ends its own ranks if a node of
+the round sends no heartbeat; the ranks of the other nodes lose their peers, and all agents begin a new round
+or exit. An agent that cannot reach the rendezvous exits: it may wait inside a store operation, where torch
+notices nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from typing import Any
 from flatout.launch.nodes import Endpoint
 from flatout.launch.rendezvous import ANSWER_S, Rounds, answer
 
-LOST_S = 30.0  # of silence: six times the cut of five seconds that a training must survive
+LOST_S = 30.0  # without a heartbeat: six times the 5 s cut that a training must survive
 DONE = "done"
 KEY = "flatout/beat/"
 
 
 class Beats(threading.Thread):
-    """Beats at ``store`` as ``name``, until `finish`.
+    """A thread that writes heartbeats to ``store`` until `finish`.
 
-    ``serving``: this node serves the store, and tells ``gone`` of a node (once a round) that has fallen silent.
-    Else ``cut_off`` is called when ``at`` has not answered for LOST_S.
+    ``serving``: this node serves the store, and calls ``gone`` (once a round) for a node without heartbeats.
+    Otherwise it calls ``cut_off`` when ``at`` has not answered for LOST_S.
     """
 
     def __init__(self, store: Any, rounds: Rounds, at: Endpoint, serving: bool, gone: Callable[[str], None], cut_off: Callable[[], None]) -> None:
@@ -32,7 +34,7 @@ class Beats(threading.Thread):
         self._store, self.rounds, self._at, self._serving = store, rounds, at, serving
         self._gone, self._cut_off = gone, cut_off
         self._over = threading.Event()
-        self._heard: dict[str, tuple[str, float]] = {}  # by node: its last beat, and for how long it has been that
+        self._heard: dict[str, tuple[str, float]] = {}  # per node: its last heartbeat, and the time since it changed
         self._told: set[tuple[int, str]] = set()
 
     def run(self) -> None:
@@ -47,12 +49,12 @@ class Beats(threading.Thread):
                 silent_s = 0.0 if heard == "yes" else silent_s + ANSWER_S
                 if silent_s >= LOST_S:
                     return self._cut_off()
-            if heard != "silence":  # which has taken as long already
+            if heard != "silence":  # that answer has already taken ANSWER_S
                 self._over.wait(ANSWER_S)
         return None
 
     def _beat(self, number: int) -> str:
-        heard = answer(self._at, ANSWER_S)  # asked of a connection of its own: one that is open hears of a cut after a quarter of an hour
+        heard = answer(self._at, ANSWER_S)  # on a new connection: an open one notices a cut only after 15 minutes
         if heard == "yes":
             try:
                 self._store.set(f"{KEY}{self.rounds.name}", str(number))
@@ -75,11 +77,13 @@ class Beats(threading.Thread):
 
     @property
     def ended_round(self) -> bool:
-        """Whether the round that runs, or has just ended, has lost a node."""
+        """Whether the current round, or the one that just ended, has lost a node."""
         return any(number == self.rounds.number for number, _ in self._told)
 
     def finish(self) -> None:
-        """Say that this node is done with all its ranks; the one that serves waits for the others first, because its store is theirs, too."""
+        """Report that all ranks of this node are done.
+
+        The serving node first waits for the others: they use its store."""
         if self._serving:
             while any(self._last(name) != DONE and self._heard.get(name, ("", 0.0))[1] < LOST_S for name in self.rounds.others):
                 self._over.wait(0.2)

@@ -1,6 +1,6 @@
-"""The bell of a launch: a named pipe that ranks write lines to when something happens to them (``capture.firstwords``), and our own timers too.
+"""The event FIFO of a launch: a named pipe that ranks (``capture.firstwords``) and our timers write lines to.
 
-Whoever listens gets everything through one descriptor, in the order in which it was written.
+The reader gets all events from one descriptor, in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ MOST_BYTES = 1 << 16  # what a pipe holds
 
 
 class Bell:
-    """Raises OSError where the folder takes no pipe."""
+    """The reading end of the event FIFO. Raises OSError if the folder cannot hold a named pipe."""
 
     def __init__(self, folder: Path) -> None:
         os.mkfifo(folder / "bell", 0o600)
-        self.descriptor = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # also for writing: then it never comes to its end
+        self.descriptor = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # read-write, so that it never reaches end of file
         self._timers: list[threading.Timer] = []
 
     def lines(self) -> list[list[str]]:
-        """The words of each line that has come. Called when there are some."""
+        """Return the words of each line that has arrived. Call it when the descriptor is readable."""
         return [line.split() for line in os.read(self.descriptor, MOST_BYTES).decode(errors="replace").splitlines()]
 
     def after(self, seconds: float, word: str) -> None:
-        """Ring ``timer word`` when that time has passed."""
+        """Write ``timer word`` to the FIFO after that time."""
         timer = threading.Timer(seconds, self._ring, [word])
         timer.daemon = True
         timer.start()
@@ -35,13 +35,13 @@ class Bell:
         try:
             os.write(self.descriptor, f"timer {word}\n".encode())
         except OSError:
-            pass  # it is over
+            pass  # the FIFO is closed
 
     def hush(self) -> None:
-        """No timer rings any more, and what has rung is forgotten."""
+        """Cancel all timers and discard pending events."""
         for timer in self._timers:
             timer.cancel()
-            timer.join()  # the number of a closed descriptor may be somebody else's soon
+            timer.join()  # the number of a closed descriptor may be reused
         self._timers.clear()
         try:
             os.read(self.descriptor, MOST_BYTES)

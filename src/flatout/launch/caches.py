@@ -1,8 +1,9 @@
-"""The folders from which compilers load what they once compiled: code that runs in the program.
+"""Protect the compiler caches, whose contents run in the program.
 
-torch's own lies in a folder whose name everybody can guess, below the one for temporary files, and torch does not look whose it is (codecache.py). Where
-such a folder is somebody else's, or others may write to it, the program gets a private one. Where it is the person's own it stays: what is warm there is
-worth minutes. What the person has named in the environment is left alone.
+torch's cache is a folder with a predictable name in the temporary folder, and torch does not check its owner
+(codecache.py). If such a folder belongs to another user, or others can write to it, the program gets a
+private one. The user's own folder stays: its warm cache is worth minutes. Folders named in the environment
+are left unchanged.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from flatout.plan.trust import distrusted, private_folder
 
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that a program is to be started with, and a sentence for each."""
+    """Return the environment variables for the program, and a sentence about each."""
     found, said = {}, []
     for variable, folder in _usual(environment).items():
         why = "" if variable in environment else distrusted(folder, group=True)
         if why:
             found[variable] = str(_own(variable.lower().removesuffix("_dir"), environment))
-            said.append(f"compiled code is not taken from {folder}: {why}. It goes to {found[variable]}")
+            said.append(f"ignoring the compiler cache in {folder}: {why}. Using {found[variable]}")
     return found, said
 
 
 def _usual(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where each lies if nobody says otherwise (torch/_inductor/runtime/cache_dir_utils.py, triton/knobs.py, torch/utils/cpp_extension.py)."""
+    """Return the default folders.
+
+    Sources: torch/_inductor/runtime/cache_dir_utils.py, triton/knobs.py, torch/utils/cpp_extension.py."""
     home = os.path.expanduser("~")
     return {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", _user())),
             "TRITON_CACHE_DIR": os.path.join(environment.get("TRITON_HOME", home), ".triton", "cache"),
@@ -47,5 +50,5 @@ def _user() -> str:
 def _own(name: str, environment: Mapping[str, str]) -> Path:
     try:
         return private_folder(Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "flatout" / name)
-    except StorageError:  # no home that can be written
+    except StorageError:  # no writable home folder
         return Path(tempfile.mkdtemp(prefix="flatout-"))

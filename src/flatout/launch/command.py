@@ -1,4 +1,4 @@
-"""What a person typed after `flatout run`: which program, which script, and whether Python will let us in."""
+"""Parse the command after `flatout run`: its program, its script, and Python options that disable flatout."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ TAKES_ARGUMENT = {"-X", "-W", "--check-hash-based-pycs"}
 
 @dataclass(frozen=True)
 class Command:
-    """``argv`` is what will be executed. ``script`` is the Python file it runs, where that can be told."""
+    """A parsed command.
+
+    ``argv`` is what will be executed; ``script`` is the Python file it runs, if known."""
 
     typed: tuple[str, ...]
     argv: tuple[str, ...]
     script: Path | None = None
     module: str | None = None
-    closed: str | None = None  # the Python option that keeps us out (-I, -E, -S)
+    closed: str | None = None  # the Python option that disables flatout (-I, -E, -S)
 
     @property
     def title(self) -> str:
-        """A short name for folders: the script's, the module's or the program's."""
+        """A short name for folders: that of the script, the module or the program."""
         name = self.script.stem if self.script else self.module or Path(self.argv[0]).name
         return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What was typed, as it may be kept and shown: without its secrets."""
+        """The typed command without its secrets, safe to store and show."""
         return tuple(masked(self.typed))
 
     @property
     def digest(self) -> str:
-        """Of everything typed but its secrets, which may be new each time, and of the folder it was typed in."""
+        """A digest of the current folder and the command without its secrets, which may change each time."""
         return hashlib.sha256("\0".join((*self.shown, os.getcwd())).encode(errors="surrogateescape")).hexdigest()[:8]
 
     @property
@@ -51,7 +53,9 @@ class Command:
 
 
 def understand(typed: Sequence[str]) -> Command:
-    """Read a command line. Raises UsageError for none, ProgramNotFound for a program or script that is not there."""
+    """Parse a command line.
+
+    Raises UsageError if it is empty, ProgramNotFound if the program or script is missing."""
     if not typed:
         raise UsageError("no program was given. Put it after the command: `flatout run python train.py --lr 0.1`.")
     first = typed[0]
@@ -90,7 +94,7 @@ def _python(typed: Sequence[str]) -> Command:
 
 
 def _module_file(module: str | None, rest: Sequence[str]) -> Path | None:
-    """The file of a module below the current folder; for launchers (torch.distributed.run), the script they start."""
+    """Return the file of a module below this folder, or the script of a launcher (torch.distributed.run)."""
     if module is None:
         return None
     parts = Path(*module.split("."))

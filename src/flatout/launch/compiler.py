@@ -1,4 +1,4 @@
-"""Compilers and children of the kernel gate: a C++ compiler for the CUDA emulator, nvcc's words, one child with a time limit."""
+"""Compilers and child processes for kernel checks: a C++ compiler for the CUDA emulator, nvcc, limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended. ``signal_name`` is "" unless a signal ended it; ``timed_out`` where it was ended for taking too long."""
+    """How a child process ended.
+
+    ``signal_name`` is "" unless a signal killed it; ``timed_out``: the limit did."""
 
     code: int
     output: str
@@ -31,7 +33,7 @@ class Ended:
 
 
 def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Ended:
-    """Run to its end, or end it and all of its group after ``limit_s`` seconds. Keeps the tail of what it says."""
+    """Run a child process, and kill its group after ``limit_s`` seconds. Keeps the end of its output."""
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         timed_out = False
@@ -50,15 +52,15 @@ def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: floa
 
 
 def cpp_compiler() -> str | None:
-    """A C++ compiler of this machine."""
+    """Return a C++ compiler of this machine, if any."""
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
 def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
-    """Compile a .cu file for the CPU (``kernels/emulator.h``). Answers what is wrong, or nothing."""
+    """Compile a .cu file for the CPU (``kernels/emulator.h``). Returns the error, or ""."""
     compiler = cpp_compiler()
     if compiler is None:
-        return "there is no C++ compiler; `apt-get install g++` brings one"
+        return "there is no C++ compiler; install one with `apt-get install g++`"
     table = "".join(f'    if (!std::strcmp(name, "{kernel}")) {{ emulated::launch({kernel}, grid, dim3{{block}}, shared, arguments); return 0; }}\n'
                     for kernel in kernels)
     text = (f'#include "emulator.h"\n#include "{source.resolve()}"\n'
@@ -70,7 +72,7 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
 
 
 def nvcc(source: Path, target: str) -> str | None:
-    """What nvcc has against a .cu file for ``target`` ("sm_80"): nothing where it compiles; None where there is no nvcc."""
+    """Compile a .cu file with nvcc for ``target`` ("sm_80"). Returns the error, "", or None without nvcc."""
     compiler = shutil.which("nvcc") or (found if (found := "/usr/local/cuda/bin/nvcc") and Path(found).is_file() else None)
     if compiler is None:
         return None

@@ -1,8 +1,8 @@
-"""A program on several machines: the agent that each of them runs, in torchrun's own words.
+"""Options of the agent that runs on each machine, in terms of torchrun.
 
-`python -m flatout.cli.agent` takes `python -m torch.distributed.run`'s place. Both run torch's elastic agent with the same options; what ours does
-beside it stands in launch/rendezvous.py. The person's command is executed as it was typed (--no-python), so scripts, modules and any other
-program are the same to it.
+`python -m flatout.cli.agent` replaces `python -m torch.distributed.run`. Both run torch's elastic agent with
+the same options; launch/rendezvous.py has what ours adds. The user's command runs as typed (--no-python), so
+scripts, modules and other programs all work.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from flatout.launch.process import die_with_flatout
 
 AGENT = "flatout.cli.agent"
 BACKEND = "flatout"
-JOIN_S = 600  # for all nodes to come, at the start and after a failure: torch's own figure
-LAST_CALL_S = 10  # for more nodes than the fewest; torch waits 30 s, which a job that has lost a node idles away
+JOIN_S = 600  # for all nodes to join, at the start and after a failure: torch's default
+LAST_CALL_S = 10  # for nodes beyond the minimum; torch waits 30 s, which a job that lost a node spends idle
 STORE_S = 30  # for one answer of the rendezvous; torch waits 60 s
 CLOSE_S = 10
 
 
 def agent_command(nodes: Nodes, command: Command, divided: bool) -> list[str]:
-    """What every node executes. ``divided``: flatout makes ranks of a program that knows of none; else the program finds what torchrun sets."""
-    # -P: the folder that one is in may have a torch.py or click.py of the person's.
+    """Return the command that every node runs.
+
+    ``divided``: flatout splits a single-process program into ranks; otherwise the program gets torchrun's
+    variables."""
+    # -P: the current folder may contain a torch.py or click.py of the user.
     words = [sys.executable, "-P", "-m", AGENT, "--nodes", nodes.range, "--procs", str(nodes.procs), "--restarts", str(nodes.restarts)]
     words += ["--rendezvous", str(nodes.rendezvous)] if nodes.rendezvous.port else []
     words += ["--node-rank", str(nodes.node_rank)] if nodes.node_rank is not None else []
@@ -41,7 +44,7 @@ def agent_command(nodes: Nodes, command: Command, divided: bool) -> list[str]:
 
 
 def asked_of_agent(words: Sequence[str]) -> tuple[Nodes, bool, list[str]]:
-    """The other way round: what `agent_command` said. Raises ValueError or UsageError for what it cannot have said."""
+    """Parse the arguments that `agent_command` makes. Raises ValueError or UsageError for other arguments."""
     at = list(words).index("--")
     ours, command = list(words[:at]), list(words[at + 1:])
     flags = {flag for flag in ("--gpus", "--divided") if flag in ours}
@@ -54,7 +57,9 @@ def asked_of_agent(words: Sequence[str]) -> tuple[Nodes, bool, list[str]]:
 
 
 def torchrun_words(nodes: Nodes, at: Endpoint, own_address: str, argv: Sequence[str]) -> list[str]:
-    """The options of torch.distributed.run for this node, and the command. ``at`` is where the rendezvous is served."""
+    """Return the options of torch.distributed.run for this node, and the command.
+
+    ``at`` is the rendezvous."""
     timeouts = {"join_timeout": JOIN_S, "last_call_timeout": LAST_CALL_S, "close_timeout": CLOSE_S, "read_timeout": STORE_S, "is_host": 0}
     return ["--nnodes", nodes.range, "--nproc-per-node", str(nodes.procs), "--max-restarts", str(nodes.restarts),
             "--rdzv-backend", BACKEND, "--rdzv-endpoint", str(at), "--rdzv-id", job_name(argv),
@@ -63,17 +68,19 @@ def torchrun_words(nodes: Nodes, at: Endpoint, own_address: str, argv: Sequence[
 
 
 def _unexpanded(word: str) -> str:
-    """torchrun puts the local rank in the place of ``${local_rank}`` (string.Template), and would halve every ``$$``."""
+    """Escape ``$``: torchrun expands ``${local_rank}`` with string.Template, which also halves ``$$``."""
     return word.replace("$", "$$")
 
 
 def job_name(argv: Sequence[str]) -> str:
-    """The same on every node that was given the same command: nodes of two jobs never meet at one port."""
+    """Return a name that depends on the command only, so that nodes of two jobs never join at one port."""
     return f"flatout-{hashlib.sha256(chr(0).join(argv[1:]).encode()).hexdigest()[:12]}"
 
 
 def own_address(towards: Endpoint) -> str:
-    """The address of this machine from which ``towards`` is reached. Raises OSError where the name is unknown or nothing leads there."""
+    """Return the address of this machine on the route to ``towards``.
+
+    Raises OSError if the name is unknown or there is no route."""
     family, _, _, _, place = socket.getaddrinfo(towards.host, towards.port or 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asking:  # connecting a datagram socket sends nothing
         asking.connect(place)
@@ -81,7 +88,7 @@ def own_address(towards: Endpoint) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
+    """Return the network interface that has this address."""
     for name, known in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in known):
             return name
@@ -89,9 +96,10 @@ def interface_of(address: str) -> str | None:
 
 
 def for_ranks(nodes: Nodes, own: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks of this node need in their environment, where the person has not chosen otherwise."""
+    """Return the variables that the ranks of this node need, unless the user has set them."""
     found: dict[str, str] = {}
-    # gloo listens on the address of the host's name, which /etc/hosts often makes 127.0.1.1: ranks of two machines then never reach each other.
+    # gloo listens on the address of the host name. /etc/hosts often maps that to 127.0.1.1, so ranks of two
+    # machines would never reach each other.
     interface = interface_of(own)
     if interface and "GLOO_SOCKET_IFNAME" not in environment:
         found["GLOO_SOCKET_IFNAME"] = interface
@@ -102,16 +110,16 @@ def for_ranks(nodes: Nodes, own: str, environment: Mapping[str, str]) -> dict[st
 
 
 def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
-    """The names of what would tell a program that believes to be alone of other ranks."""
+    """Return the names of variables that would reveal other ranks to a single-process program."""
     return [name for name in environment if name in OF_RANKS or name.startswith(FAMILIES)]
 
 
 def end_descendants(grace_s: float) -> None:
-    """SIGTERM to every process that this one has started, directly or not, and SIGKILL to what is left of them after the grace."""
-    ranks = psutil.Process().children(recursive=True)  # looked up once: what begins meanwhile belongs to the next round
+    """Send SIGTERM to all descendants, and SIGKILL to those still running after the grace period."""
+    ranks = psutil.Process().children(recursive=True)  # looked up once: later processes belong to the next round
     for rank in ranks:
         _signal(rank, signal.SIGTERM)
-    # Not psutil.wait_procs: it would take the exit codes, and torch's agent then believes that its ranks ended well.
+    # Not psutil.wait_procs: it would reap the exit codes, and torch's agent would assume success.
     pause = threading.Event()
     for _ in range(round(grace_s / 0.1)):
         if not any(map(_runs, ranks)):
@@ -136,5 +144,5 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def end_with_parent() -> None:
-    """SIGTERM for this process when the one that has started it ends."""
+    """Send this process SIGTERM when its parent exits."""
     die_with_flatout(signal.SIGTERM)

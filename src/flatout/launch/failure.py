@@ -1,4 +1,6 @@
-"""Which rank of a launch failed first, and what is said of it. Judged from signs in the order in which they came; no process is touched here."""
+"""Find the rank of a launch that failed first, and report it.
+
+Works on the order of events; touches no process."""
 
 from __future__ import annotations
 
@@ -8,38 +10,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 FAILING, LEAVING, ENDED = "failing", "leaving", "ended"
-MOST_SHOWN = 16_000  # characters of what a rank printed
+MOST_SHOWN = 16_000  # characters of a rank's output
 LINES_SHOWN = 30
 
-# What a rank says that has lost another one: gloo, NCCL, torch's stores, and a Loop of ours.
+# Errors of a rank that lost another one: from gloo, NCCL, torch's stores and flatout's Loop.
 LOST_ANOTHER = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
     r"|recvValue failed|sendBytes failed|the ranks have lost each other|rank \d+ has ended the training"
 )
-PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch puts it before each line of a traceback once a process group is made
+PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of each traceback line once there is a process group
 
 
 @dataclass(frozen=True)
 class Sign:
-    """``rank`` is on its way out (an exception reached the top of it, its program is over), or has ended.
+    """An event: ``rank`` is exiting (after an uncaught exception or the end of its program), or has exited.
 
-    ``own`` is False where a program that the rank started says so: that counts only where the rank fails as well. ``told`` is True where the launcher had
-    told the rank to end before, so that nothing follows from it.
+    ``own`` is False if a program that the rank started reports it; that counts only if the rank fails too.
+    ``told`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
     """
 
     rank: int
     kind: str
-    code: int | None = None  # of a rank that has ended; -n is signal n
+    code: int | None = None  # of a rank that has exited; -n is signal n
     own: bool = True
     told: bool = False
-    killed: bool = False  # its code is ours
+    killed: bool = False  # by the launcher
 
 
 def first_of(signs: Sequence[Sign], secondhand: Callable[[int], bool]) -> int | None:
-    """The rank that failed first, None where none did. ``secondhand(rank)`` says whether its words are those of one that has lost another.
+    """Return the rank that failed first, or None.
 
-    Of two exceptions the one that came to the top first is the cause. A rank that dies without words closes its connections before anybody can hear
-    of its end, and one that leaves (`sys.exit`) long before: so words of having lost another rank give way to every other failure.
+    ``secondhand(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
+    uncaught one is the cause. A rank that is killed closes its connections before its exit can be observed,
+    and one that calls `sys.exit` long before. So every other failure takes precedence over the loss of
+    another rank.
     """
     ends = {sign.rank: sign for sign in signs if sign.kind == ENDED}
     found: list[tuple[bool, int, int]] = []
@@ -56,12 +60,12 @@ def first_of(signs: Sequence[Sign], secondhand: Callable[[int], bool]) -> int | 
 
 
 def exit_code(code: int) -> int:
-    """As a shell would say it: 128 + n for signal n."""
+    """Return the exit code as in a shell: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def headline(rank: int, host: str, pid: int, code: int, printed: bool) -> str:
-    """One line; ``printed`` says whether words follow it."""
+    """Return the line that names the failure; ``printed`` is whether output follows it."""
     how = f"by {signal_name(-code)} (exit code {exit_code(code)})" if code < 0 else f"with exit code {code}"
     return f"rank {rank} ({host}, process {pid}) failed first, {how}{':' if printed else '.'}"
 
@@ -74,7 +78,7 @@ def signal_name(number: int) -> str:
 
 
 def shown(traceback: str, printed: str) -> str:
-    """What a person who did not see a rank's output gets of it: from its last traceback on, with what was explained below; else its last lines."""
+    """Return the end of a rank's output: from its last traceback, explanation included, or its last lines."""
     printed = PREFIX.sub("", printed)
     at = printed.rfind(traceback.strip()) if traceback else -1
     if traceback and at < 0:

@@ -1,8 +1,9 @@
-"""N ranks of one program on this machine: started, watched and ended as one. Also a program: ``python -m flatout.launch.gang --procs N -- COMMAND``.
+"""The local launcher: start, monitor and end N ranks of one program on this machine.
 
-Rank 0 has the terminal; the others read nothing, and what they print is kept. They meet at a file in the private folder of the launch, so no port is
-opened. The first rank that fails decides: the others are told to end at once, what is left is killed, and the launch ends with that rank's exit code.
-No torch is imported here. Linux only.
+Also a program: ``python -m flatout.launch.gang --procs N -- COMMAND``. Rank 0 has the terminal. The other
+ranks get no input, and their output is logged. The ranks rendezvous at a file in the launch's private folder,
+so no port is opened. When a rank fails, the others are asked to exit, the rest is killed, and the launch
+returns the exit code of the rank that failed first. This module imports no torch. Linux only.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ from flatout.launch.rank import Rank
 from flatout.launch.watching import Watch
 from flatout.plan.errors import FlatoutError, StorageError, UsageError
 
-OUTPUT_S = 1.0  # for what is in the pipes yet
+OUTPUT_S = 1.0  # for output still in the pipes
 
 
 def tell(sentence: str) -> None:
-    """A line for the person in front of the launch."""
+    """Print a line to standard error."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 
 
 class Gang:
-    """``devices`` are CUDA devices, one a rank; None starts the ranks without. ``cores`` are divided between them where no number of threads is set.
+    """A launch of several ranks on this machine.
 
-    After ``run``, ``failed`` is the rank that failed first, and ``ended_by`` the signal by which a person ended the launch; None where there was none.
+    ``devices`` has one CUDA device per rank, or is None. ``cores`` are shared between the ranks, unless a
+    number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``ended_by`` is the
+    signal by which the user ended the launch; None if there is none.
     """
 
     def __init__(self, command: Command, procs: int, environment: Mapping[str, str], devices: Sequence[str] | None = None, cores: int | None = None,
                  say: Callable[[str], None] = tell) -> None:
-        """Raises UsageError for what cannot be started."""
+        """Raises UsageError if the launch is impossible."""
         if procs < 1:
-            raise UsageError(f"a program runs as one rank or more, not as {procs}: `--procs 2`.")
+            raise UsageError(f"a program needs at least one rank, not {procs}: `--procs 2`.")
         if not hasattr(select, "epoll"):
-            raise UsageError(f"several ranks are started on Linux alone so far, and this is {sys.platform}. Run the program as one: leave --procs away.")
+            raise UsageError(f"several ranks are supported on Linux only, and this is {sys.platform}. Remove --procs to run one process.")
         self.command, self.procs, self.say = command, procs, say
         self.devices = None if devices is None else one_each(devices, procs)
         self.environment, self.cores = heard(environment), cores_here() if cores is None else cores
@@ -58,15 +61,16 @@ class Gang:
         self.ended_by: int | None = None
 
     def run(self) -> int:
-        """Until the last rank has ended: 0, or the exit code as a shell would say it. Raises ProgramNotFound, StorageError.
+        """Run until the last rank has exited. Return 0, or the exit code as in a shell.
 
-        Called from the main thread: the kernel ends ranks when the thread ends that has started them.
+        Raises ProgramNotFound, StorageError. Call it from the main thread: the kernel kills the ranks when
+        the thread that started them ends.
         """
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-gang-"))
             self._bell = Bell(self.folder)
         except OSError as error:
-            raise StorageError(f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}. Name another one with TMPDIR.") from error
+            raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
         with Signals() as signals:
             keeper = Keeper(str(self.folder))
             whole = False
@@ -101,7 +105,7 @@ class Gang:
         quiet = QUIET if number else {}  # one process reports to an experiment tracker
         return {**own, **quiet, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_TOLD": str(self.folder / "told"), "FLATOUT_FIRST": ""}
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def _verdict(self, watch: Watch) -> int:
         codes = [-signal.SIGKILL if rank.process.returncode is None else rank.process.returncode for rank in self.ranks]
@@ -113,26 +117,26 @@ class Gang:
             self.ended_by = watch.asked if code == 128 + watch.asked else None
             return code
         first = first_of(watch.signs, lambda number: self.ranks[number].lost_another(self.folder))
-        if first is None:  # one that was on its way out, and did not come to its end
+        if first is None:  # a rank that was exiting and did not finish
             first = next(number for number, code in enumerate(codes) if code)
         self.failed = first
         traceback = self.ranks[first].traceback(self.folder)
-        code = 1 if self.ranks[first].killed and traceback else codes[first]  # its exception had come to the top, what followed did not end
+        code = 1 if self.ranks[first].killed and traceback else codes[first]  # its exception was uncaught, but its exit hung
         self._report(first, code, traceback)
         return exit_code(code)
 
     def _report(self, first: int, code: int, traceback: str) -> None:
         printed = [rank.printed(OUTPUT_S) for rank in self.ranks]
-        text = shown(traceback, printed[first]) if first else ""  # rank 0 has said so itself
+        text = shown(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
         self.say("flatout: " + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text)))
         if text:
             self.say(text)
         if self.procs > 1:
-            self.say(f"flatout: what the ranks printed, rank 0 apart: {self.folder}/rank*.log")
+            self.say(f"flatout: output of the other ranks: {self.folder}/rank*.log")
 
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
-    """The command that starts ``command`` as ranks: for a trial, which runs one program."""
+    """Return the command that starts ``command`` as ranks, for a trial, which runs a single program."""
     divided = ("--cores", str(cores)) if cores else ()
     words = (sys.executable, "-m", "flatout.launch.gang", "--gpus" if gpus else "--procs", str(procs), *divided, "--", *command.argv)
     return Command(command.typed, words, command.script, command.module, command.closed)
@@ -141,9 +145,9 @@ def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | N
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flatout.launch.gang", description="Start one program as several ranks on this machine.")
     count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--procs", type=int, help="ranks on the CPU")
-    count.add_argument("--gpus", type=int, help="ranks with one CUDA device each")
-    parser.add_argument("--cores", type=int, help="cores to divide between the ranks; else those that this process may run on")
+    count.add_argument("--procs", type=int, help="number of ranks on the CPU")
+    count.add_argument("--gpus", type=int, help="number of ranks with one CUDA device each")
+    parser.add_argument("--cores", type=int, help="cores to share between the ranks (default: those available to this process)")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     given = parser.parse_args(words)
     procs = given.procs if given.gpus is None else given.gpus

@@ -1,8 +1,9 @@
-"""The signals of a launcher: heard one by one with who sent them, and passed on so that each rank gets each of them once.
+"""Signals of a launcher: received with their origin, and forwarded so that each rank gets each one once.
 
-What is typed at a terminal (Ctrl-C, Ctrl-Z) reaches every process of the foreground group by itself. So the ranks stay in the launcher's group where that
-is the foreground of a terminal: rank 0 may read it, a stop holds everything, `fg` continues it, and a shell loop around sees its Ctrl-C as ever.
-Elsewhere each rank has a group of its own: what is sent to the launcher's group (by `timeout`, `kill %1`, a queue) would else reach it twice.
+Ctrl-C and Ctrl-Z reach every process of the terminal's foreground group. So if the launcher's group is in the
+foreground, the ranks stay in it: rank 0 may read the terminal, Ctrl-Z stops everything, `fg` continues it,
+and a shell loop sees Ctrl-C as usual. Otherwise each rank gets its own group. A signal to the launcher's
+group (from `timeout`, `kill %1`, a batch system) would reach it twice if it shared the group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ASKING_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TYPED = (signal.SIGINT, signal.SIGTSTP)  # a hangup comes from the kernel, too, but to the leader of the session alone
+TYPED = (signal.SIGINT, signal.SIGTSTP)  # SIGHUP comes from the kernel too, but only to the session leader
 BY_THE_KERNEL = 0x80  # SI_KERNEL; sigaction(2)
 SIGSET_BYTES = 128
 CLOSE_ON_EXEC, NEVER_WAIT = 0o2000000, 0o4000  # SFD_CLOEXEC, SFD_NONBLOCK; signalfd(2)
@@ -31,17 +32,17 @@ class Heard:
 
 
 class Signals:
-    """While this is entered, signals wait in ``descriptor`` until they are taken. Linux only."""
+    """A context in which signals queue in ``descriptor`` until they are taken. Linux only."""
 
     def __init__(self) -> None:
-        ignored = {number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN}  # by nohup, and in the background of scripts
+        ignored = {number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN}  # set by nohup, and for background jobs of scripts
         self.heard = {*PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - ignored
         self.descriptor = -1
         self._before: set[signal.Signals] = set()
 
     def __enter__(self) -> Signals:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody can say how a rank has ended
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise exit codes are lost
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self.heard)  # type: ignore[assignment]
         mask = sum(1 << (number - 1) for number in self.heard).to_bytes(SIGSET_BYTES, "little")
         self.descriptor = ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, CLOSE_ON_EXEC | NEVER_WAIT)
@@ -51,16 +52,16 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.take()  # what came meanwhile was meant for the ranks, and they are gone
+        self.take()  # pending signals were for the ranks, which have exited
         os.close(self.descriptor)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def give_back(self) -> None:
-        """Called in a child before its program begins: signals reach it as they would have reached the launcher."""
+        """Restore the signal mask. Called in a child before its program starts."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def take(self) -> list[Heard]:
-        """What has come since the last time, oldest first."""
+        """Return the signals received since the last call, oldest first."""
         found: list[Heard] = []
         while True:
             try:
@@ -72,7 +73,7 @@ class Signals:
 
 
 def in_foreground() -> bool:
-    """Whether our group is the one that the terminal belongs to."""
+    """Return whether our process group is the foreground group of the terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -86,14 +87,16 @@ def in_foreground() -> bool:
 
 
 def hold() -> None:
-    """Stop this process, as a terminal's Ctrl-Z would; returns when it is continued. At once where nobody could continue it: the kernel knows that."""
+    """Stop this process as Ctrl-Z does, and return when it is continued.
+
+    In an orphaned process group, which nobody could continue, the kernel ignores the stop."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def end_like(number: int) -> None:
-    """End this process by a signal, so that a shell's loop around it ends too (bash goes on after an exit code of 130)."""
+    """Kill this process by a signal, which also ends a shell loop (bash continues after exit code 130)."""
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Who a rank is: the environment that tells it, its device, its share of the cores. The script itself must believe to be alone."""
+"""The environment of a rank: its number, device and share of the cores, hidden from the script itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flatout.launch.asking import Asked
 from flatout.plan.errors import UsageError
 from flatout.plan.standing import Standing
 
-# Where a program that divides itself looks for other ranks: torchrun's variables, those of Slurm's steps and of MPI's launchers (Lightning, Accelerate,
-# DeepSpeed and Transformers read them all).
+# Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
+# launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).
 OF_RANKS = frozenset((
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
     "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
@@ -19,14 +19,16 @@ OF_RANKS = frozenset((
 ))
 FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 DEVICES = "CUDA_VISIBLE_DEVICES"
-NVIDIA_SMI_S = 20.0  # without persistence mode it wakes every GPU first
+NVIDIA_SMI_S = 20.0  # without persistence mode, nvidia-smi wakes every GPU first
 
 
 def rank_environment(environment: Mapping[str, str], *, rank: int, local_rank: int, world: int, local_world: int, meeting: str, gang: str = "",
                      device: str | None = None, cores: int | None = None) -> dict[str, str]:
-    """``environment`` as one rank gets it. ``meeting`` is where the ranks meet (``file:///path``, ``tcp://host:port``), ``gang`` the folder of the launch.
+    """Return ``environment`` for one rank.
 
-    ``device`` is the one CUDA device that this rank sees. ``cores`` are divided between the local ranks, where the person has set no number of threads.
+    ``meeting`` is the rendezvous (``file:///path``, ``tcp://host:port``), ``gang`` the folder of the launch.
+    ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the local ranks,
+    unless the user has set a number of threads.
     """
     own = {name: value for name, value in environment.items() if name not in OF_RANKS and not name.startswith(FAMILIES)}
     own |= Standing(rank, local_rank, world, local_world, meeting).environment()
@@ -40,7 +42,10 @@ def rank_environment(environment: Mapping[str, str], *, rank: int, local_rank: i
 
 
 def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
-    """One device for each of ``procs`` ranks: of those that CUDA_VISIBLE_DEVICES lists (numbers, UUIDs, parts of a GPU), else of all. Raises UsageError."""
+    """Return one device for each of ``procs`` ranks.
+
+    Takes those that CUDA_VISIBLE_DEVICES lists (numbers, UUIDs, parts of a GPU), otherwise all. Raises
+    UsageError."""
     listed = environment.get(DEVICES)
     there = _gpus()
     found = _listed(listed, there) if listed is not None else [str(number) for number in range(there)]
@@ -48,14 +53,15 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
         return found[:procs]
     where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
     said = f"there is one CUDA device {where}" if len(found) == 1 else f"there are {len(found) or 'no'} CUDA devices {where}"
-    instead = f"`--gpus {len(found)}`" if found else "`--procs N` runs the ranks on the CPU, `flatout doctor` says what keeps a GPU from being used"
+    instead = f"`--gpus {len(found)}`" if found else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
     raise UsageError(f"{said}, and {procs} ranks need one each. {instead}{'' if listed is None or not found else f', or list more in {DEVICES}'}.")
 
 
 def _listed(text: str, there: int) -> list[str]:
-    """CUDA reads the list up to the first entry that is none: `0,1,-1,2` shows two devices. Source: CUDA programming guide, environment variables.
+    """Return the listed devices. CUDA stops at the first invalid entry: `0,1,-1,2` shows two devices.
 
-    ``there`` is how many GPUs the machine has; 0 is "not known", for a list may come from where files and nvidia-smi are not.
+    Source: CUDA programming guide, environment variables. ``there`` is the number of GPUs of the machine; 0
+    means unknown, because device files and nvidia-smi may be missing.
     """
     found: list[str] = []
     for entry in (word.strip() for word in text.split(",")):
@@ -68,7 +74,7 @@ def _listed(text: str, there: int) -> list[str]:
 
 
 def _gpus() -> int:
-    """Those of this machine or container: their files, else (WSL has none) what nvidia-smi lists."""
+    """Count the GPUs of this machine or container by their device files, else (on WSL) with nvidia-smi."""
     files = glob.glob("/dev/nvidia[0-9]*")
     if files:
         return len(files)
@@ -77,12 +83,12 @@ def _gpus() -> int:
 
 
 def cores_here() -> int:
-    """Cores that this process may run on. A quota of its control group is for who has read it (``probe.machine``) to say."""
+    """Return the number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
     return len(os.sched_getaffinity(0))
 
 
 def one_each(devices: Sequence[str], procs: int) -> Sequence[str]:
-    """Raises UsageError where some rank would be without a device."""
+    """Raise UsageError if there are fewer devices than ranks."""
     if len(devices) < procs:
-        raise UsageError(f"{procs} ranks need a device each, and {len(devices)} were named ({', '.join(devices) or 'none'}). Name more, or start fewer ranks.")
+        raise UsageError(f"{procs} ranks need one device each, but {len(devices)} given ({', '.join(devices) or 'none'}). Give more, or start fewer ranks.")
     return devices

@@ -1,4 +1,6 @@
-"""`incidents.jsonl`: what happened to a program that is watched over, a JSON object a line. A disk that refuses is told of once, and nothing else."""
+"""`incidents.jsonl`: the incidents of a supervised program, one JSON object per line.
+
+If the file cannot be written, a single message says so."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flatout.plan.legible import harmless
 
 
 class Book:
-    """Made at the first incident; ``written`` lines so far."""
+    """The incident log, created at the first incident. ``written`` counts its lines."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say
@@ -32,4 +34,4 @@ class Book:
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                self.say(f"{self.path} cannot be written ({error.strerror}), so incidents are said here and not kept. The program is not affected.")
+                self.say(f"{self.path} cannot be written ({error.strerror}), so incidents are shown here but not saved. The program is not affected.")

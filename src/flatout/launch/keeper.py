@@ -1,8 +1,10 @@
-"""What belongs to a launch, and the keeper: a process beside the launcher that ends all of it where the launcher is killed outright.
+"""The processes of a launch, and the reaper: a process that ends all of them if the launcher is killed.
 
-Every process of a launch has FLATOUT_GANG in its environment, also loader workers, programs that ranks start, and what has left their group or lost its
-parent. The kernel ends a rank with its launcher (PR_SET_PDEATHSIG). It is not asked to do so for the children of ranks: the signal comes when the *thread*
-ends that started a child (prctl(2)), which would kill the workers of a loader that a thread has made, and daemons, in programs that are well.
+Every process of a launch has FLATOUT_GANG in its environment. That includes loader workers, programs that
+ranks start, and processes that left the group or lost their parent. The kernel kills a rank with its launcher
+(PR_SET_PDEATHSIG). This is not used for the children of ranks: the signal arrives when the *thread* that
+started a child ends (prctl(2)). In healthy programs it would kill daemons, and the workers of a loader that a
+thread created.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import select
 import shutil
 import signal
 
-GANG = "FLATOUT_GANG"  # what supervision starts is known by another name: a launch may be inside
+GANG = "FLATOUT_GANG"  # supervision uses another name, because a launch may run inside it
 ROUNDS, PAUSE_S = 60, 0.02
-QUIET_ROUNDS = 3  # a process may be forking as we look
+QUIET_ROUNDS = 3  # a process may fork during a scan
 
 
 def members(gang: str, name: str = GANG) -> list[int]:
-    """Living processes of a launch, but this one. Other people's cannot be read, and are not ours."""
+    """Return the running processes of a launch, except this one.
+
+    Other users' processes are unreadable and not ours."""
     mark, found = f"{name}={gang}".encode(), []
     for number in os.listdir("/proc"):
         if not number.isdigit() or int(number) == os.getpid():
@@ -33,7 +37,7 @@ def members(gang: str, name: str = GANG) -> list[int]:
 
 
 def end_members(gang: str, name: str = GANG) -> list[int]:
-    """End every process of a launch; answers those that do not go (a driver holds them in the kernel)."""
+    """Kill every process of a launch. Return those that survive (a driver holds them in the kernel)."""
     quiet, found = 0, members(gang, name)
     for _ in range(ROUNDS):
         for number in found:
@@ -50,7 +54,9 @@ def end_members(gang: str, name: str = GANG) -> list[int]:
 
 
 class Keeper:
-    """Waits in a session of its own for the launcher's end. Made before the first rank and before any thread."""
+    """The reaper: a process in its own session that waits for the launcher to exit.
+
+    Create it before the first rank and before any thread."""
 
     def __init__(self, gang: str, name: str = GANG) -> None:
         ours, self._line = os.pipe()
@@ -63,24 +69,24 @@ class Keeper:
         os.close(ours)
 
     def dismiss(self) -> None:
-        """The launch is over, and whatever still runs is meant to."""
+        """Stop the reaper: the launch is over, and the remaining processes may run on."""
         try:
             os.write(self._line, b".")
             os.close(self._line)
             os.waitpid(self._number, 0)
         except OSError:
-            pass  # somebody has killed it
+            pass  # the reaper was killed
 
 
 def _keep(gang: str, name: str, line: int) -> None:
-    os.setsid()  # a stop of the launcher's group must not hold it
+    os.setsid()  # so that stopping the launcher's group does not stop the reaper
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)  # whoever reads the launcher's output must not wait for us
+        os.dup2(nowhere, standard)  # so that readers of the launcher's output do not wait for the reaper
     os.closerange(3, line)
-    os.closerange(line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX")))  # its own copy of the other end among them
+    os.closerange(line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX")))  # including its own copy of the other end
     if os.read(line, 1):
         return
     end_members(gang, name)

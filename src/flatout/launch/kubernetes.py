@@ -1,10 +1,12 @@
 """A manifest for a Kubernetes cluster with Kubeflow's operators.
 
-    PyTorchJob   kubeflow.org/v1, of the Training Operator (v1.9); from the fewest to the most nodes, with restarts
-    TrainJob     trainer.kubeflow.org/v1alpha1, of Kubeflow Trainer (v2); a fixed number of nodes, because its JobSet cannot be elastic yet
+    PyTorchJob   kubeflow.org/v1, of the Training Operator (v1.9); minimum to maximum number of nodes, with restarts
+    TrainJob     trainer.kubeflow.org/v1alpha1, of Kubeflow Trainer (v2); a fixed number of nodes, because its
+                 JobSet cannot be elastic yet
 
-Both start `flatout run --nodes` in each pod of an image that has flatout in it. The manifest is JSON, which `kubectl apply -f -` takes as it takes YAML, and
-which leaves no question of quoting. A kubelet reads ``$(NAME)`` in a command and makes ``$$`` a single one, so each ``$`` is written twice.
+Both start `flatout run --nodes` in each pod of an image that contains flatout. The manifest is JSON, which
+`kubectl apply -f -` accepts like YAML and which avoids quoting problems. A kubelet expands ``$(NAME)`` in a
+command and turns ``$$`` into ``$``, so each ``$`` is doubled.
 """
 
 from __future__ import annotations
@@ -19,39 +21,43 @@ from flatout.launch.nodes import Endpoint, Nodes
 from flatout.plan.errors import UsageError
 
 KINDS = ("PyTorchJob", "TrainJob")
-PORT = 29500  # inside the job's own pods, each of which has an address of its own; TrainJob's headless service knows this one
+PORT = 29500  # inside the job's pods, each with its own address; the port of TrainJob's headless service
 SHARED_MEMORY = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # 64 MiB by default, too little for loader workers
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What the cluster has to know beside the command. ``limits`` are those of a node, as Kubernetes writes them ("cpu": "16", "memory": "64Gi")."""
+    """Settings of the pods.
+
+    ``limits`` are those of a node, in Kubernetes notation ("cpu": "16", "memory": "64Gi")."""
 
     image: str
     name: str = "flatout"
     kind: str = "PyTorchJob"
     limits: Mapping[str, str] = field(default_factory=dict)
-    options: Sequence[str] = ()  # of `flatout run`, beside where it runs
-    runtime: str = "torch-distributed"  # of a TrainJob: the runtime that Kubeflow Trainer installs
+    options: Sequence[str] = ()  # further options of `flatout run`
+    runtime: str = "torch-distributed"  # of a TrainJob; Kubeflow Trainer installs it
 
 
 def manifest(nodes: Nodes, command: Sequence[str], pods: Pods) -> str:
-    """The text for `kubectl apply -f -`. Raises UsageError for a name, kind or image that Kubernetes would refuse."""
+    """Return the manifest for `kubectl apply -f -`.
+
+    Raises UsageError for a name, kind or image that Kubernetes would reject."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", pods.name):
-        raise UsageError(f"{pods.name!r} cannot name a job of Kubernetes: small letters, digits and dashes, a letter first, at most 45 of them. "
-                         "Give another with --job-name.")
+        raise UsageError(f"{pods.name!r} is not a valid Kubernetes job name: use at most 45 lower-case letters, digits and dashes, starting with a letter. "
+                         "Give another name with --job-name.")
     if not pods.image or any(c.isspace() for c in pods.image):
-        raise UsageError(f"{pods.image!r} is no image. Give one that has your program and flatout in it: --image registry/name:tag.")
+        raise UsageError(f"{pods.image!r} is not an image name. Give an image that contains your program and flatout: --image registry/name:tag.")
     if pods.kind not in KINDS:
-        raise UsageError(f"there is no kind {pods.kind!r} here. Give one of {' or '.join(KINDS)}.")
+        raise UsageError(f"--kind {pods.kind!r} is not supported. Use {' or '.join(KINDS)}.")
     if pods.kind == "TrainJob" and nodes.fewest != nodes.most:
-        raise UsageError(f"a TrainJob has a fixed number of nodes, and {nodes.range} is a range. Give one number, or use a PyTorchJob.")
+        raise UsageError(f"a TrainJob has a fixed number of nodes, but {nodes.range} is a range. Give one number, or use a PyTorchJob.")
     made = _train_job(nodes, command, pods) if pods.kind == "TrainJob" else _pytorch_job(nodes, command, pods)
     return json.dumps(made, indent=2) + "\n"
 
 
 def _pytorch_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, Any]:
-    # The operator gives each pod a headless service of the pod's name; worker 0 serves the rendezvous at its own.
+    # The operator gives each pod a headless service of the same name; worker 0 serves the rendezvous there.
     container = {"name": "pytorch", "image": pods.image, "command": _words(nodes, command, pods, f"{pods.name}-worker-0"),
                  "ports": [{"name": "pytorchjob-port", "containerPort": PORT}], "resources": {"limits": _limits(nodes, pods)},
                  "volumeMounts": [{"name": SHARED_MEMORY["name"], "mountPath": "/dev/shm"}]}

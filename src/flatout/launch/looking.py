@@ -1,4 +1,4 @@
-"""What can be seen of a process from outside: its state by /proc, and its Python stack where it has said how it can be asked."""
+"""Inspect a process from outside: its state from /proc, and its Python stack if it has a handler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from flatout.plan.pulse import SIGNAL, STACK, Seen
 
 IS_STOPPED = "T"
-INNERMOST, MOST_FRAMES = 4, 60  # of a stack, shown
+INNERMOST, MOST_FRAMES = 4, 60  # frames shown of a stack
 STATES = {"R": "runs", "S": "waits", "D": "waits in the kernel, where no signal reaches it", "T": "is stopped", "t": "is held by a debugger", "Z": "has ended"}
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
@@ -23,7 +23,10 @@ FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
 
 @dataclass(frozen=True)
 class State:
-    """``letter`` as ps shows it; ``ticks``: processor time used, SC_CLK_TCK to a second; ``wchan``: where in the kernel it waits, "" where that is hidden."""
+    """The state of a process.
+
+    ``letter`` is the state as in ps; ``ticks`` is the CPU time used, in units of SC_CLK_TCK per second;
+    ``wchan`` is the kernel function in which it waits, "" if hidden."""
 
     letter: str
     parent: int
@@ -36,7 +39,7 @@ class State:
 
 
 def state_of(pid: int) -> State | None:
-    """None for a process that is gone."""
+    """Return the state of a process; None if it has exited."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -49,7 +52,7 @@ def state_of(pid: int) -> State | None:
 
 
 def children_of(pid: int) -> list[str]:
-    """Its living children, ``name (number)``."""
+    """Return the running children of a process as ``name (number)``."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -80,18 +83,18 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Of one thread, the innermost frame first."""
+    """The stack of one thread, innermost frame first."""
 
     frames: tuple[Frame, ...]
 
     @property
     def own_line(self) -> Frame | None:
-        """The innermost line that is the program's own."""
+        """The innermost frame of the program's own code."""
         return next((frame for frame in self.frames if not frame.of_a_library), None)
 
     @property
     def place(self) -> tuple[tuple[str, str], ...]:
-        """Where it is, but for the lines: a loop moves between its lines and stays where it is."""
+        """The functions of the stack, without lines: a loop changes its line but not its function."""
         return tuple((frame.file, frame.function) for frame in self.frames)
 
     def passes(self, pattern: re.Pattern[str]) -> bool:
@@ -99,7 +102,7 @@ class Stack:
 
     @property
     def shown(self) -> list[Frame]:
-        """The program's own lines and the innermost of libraries, as a traceback has them: the innermost last."""
+        """The program's own frames and the innermost library frames, in the order of a traceback."""
         return [frame for at, frame in enumerate(self.frames[:MOST_FRAMES]) if at < INNERMOST or not frame.of_a_library][::-1]
 
     @property
@@ -120,7 +123,9 @@ def _short(path: str) -> str:
 
 
 def stacks_in(text: str) -> list[Stack]:
-    """What faulthandler wrote the last time, thread by thread. The main thread is the one that begins a module, else the last one."""
+    """Return the stacks in the last output of faulthandler, the main thread first.
+
+    The main thread is the one that begins in a module, else the last one."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if THREAD.match(line):
@@ -133,7 +138,9 @@ def stacks_in(text: str) -> list[Stack]:
 
 
 class Asked:
-    """The stack of a process, asked for; ``answer`` has it as soon as it is there. Nothing is sent to one that does not expect it: that would end it."""
+    """A request for the stack of a process; ``answer`` returns the stack once it has been written.
+
+    Sends no signal to a process without a handler, because that would kill it."""
 
     def __init__(self, folder: str, pid: int, page: Seen | None) -> None:
         self.path = Path(folder, f"stack.{pid}")
@@ -147,7 +154,7 @@ class Asked:
             pass
 
     def answer(self) -> Stack | None:
-        """The main thread's, None where there is none (yet)."""
+        """Return the main thread's stack; None if there is none (yet)."""
         if not self.sent:
             return None
         try:
@@ -160,7 +167,9 @@ class Asked:
 
 
 def _expects(pid: int, number: int, descriptor: int, path: Path) -> bool:
-    """Whether it has a handler for this signal, and its descriptor is still the file that the stack belongs into: scripts close what they do not know."""
+    """Return whether the process handles this signal, and its descriptor is still the stack's file.
+
+    Some scripts close descriptors that they did not open."""
     caught = next((line for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("SigCgt:")), "")
     handles = bool(int(caught.split()[1], 16) >> (number - 1) & 1) if caught else False
     return handles and os.path.realpath(f"/proc/{pid}/fd/{descriptor}") == os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""A program in its own process group: started, listened to, stopped and continued as a whole, ended as a whole."""
+"""A program in its own process group: start it, log its output, stop, continue and end the whole group."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import BinaryIO
 
 from flatout.plan.errors import ProgramNotFound
 
-HEAD_BYTES = 1 << 20  # of a log that is kept from the start
-TAIL_BYTES = 1 << 18  # and from the end
-END_OF_INPUT = b"\x04" * 256  # one for each time that the program asks again
+HEAD_BYTES = 1 << 20  # kept from the start of a log
+TAIL_BYTES = 1 << 18  # and from its end
+END_OF_INPUT = b"\x04" * 256  # one for each time that the program reads input
 
 
 class Drain(threading.Thread):
-    """Reads everything a program prints. Keeps its head and its tail, so that 100 MB of output fill no disk."""
+    """A thread that reads a program's output and keeps its head and tail, so that it cannot fill the disk."""
 
     def __init__(self, source: int, log: Path, copy_to: BinaryIO | None) -> None:
         super().__init__(daemon=True)
@@ -36,7 +36,7 @@ class Drain(threading.Thread):
         while True:
             try:
                 part = os.read(self._source, 1 << 16)
-            except OSError:  # a terminal reports the end of its program as an error
+            except OSError:  # a terminal reports the exit of its program as an error
                 break
             if not part:
                 break
@@ -56,7 +56,7 @@ class Drain(threading.Thread):
         try:
             self._log.write_bytes(self.content())
         except OSError:
-            pass  # a full disk must not lose the trial; the tail stays in memory
+            pass  # a full disk must not fail the trial; the tail stays in memory
 
     def content(self) -> bytes:
         left_out = self.total - len(self._head) - len(self._tail)
@@ -65,7 +65,9 @@ class Drain(threading.Thread):
 
 
 def terminal_at_its_end() -> tuple[int, int]:
-    """The outer and the inner side of a terminal, as large as ours if we have one: `stty size` answers, `input()` meets the end of file."""
+    """Return both ends of a pseudo-terminal at end of file, with the size of ours, if any.
+
+    `stty size` works in it, and `input()` raises EOFError."""
     outside, inside = pty.openpty()
     if os.isatty(0):
         termios.tcsetwinsize(outside, termios.tcgetwinsize(0))
@@ -74,7 +76,7 @@ def terminal_at_its_end() -> tuple[int, int]:
 
 
 class Program:
-    """One run of a program. Its input is a terminal at its end."""
+    """One run of a program. Its input is a terminal at end of file."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], stdout_log: Path, stderr_log: Path, show: bool = False) -> None:
         self._terminal, inside = terminal_at_its_end()
@@ -105,9 +107,9 @@ class Program:
         return self.process.poll()
 
     def stop(self, look_again: bool = False) -> None:
-        """Stop the whole group: while another program is measured, neither threads nor loader workers may run.
+        """Stop the whole group, so that no thread or loader worker runs while another program is measured.
 
-        ``look_again`` finds processes that were started since the first stop, such as those of a compiler.
+        ``look_again`` also finds processes started since the first stop, such as those of a compiler.
         """
         if not self.stopped and self.exit_code is None:
             self._groups = None if look_again else self._groups
@@ -120,7 +122,7 @@ class Program:
             self.stopped = False
 
     def end(self, patience_s: float = 5.0) -> int | None:
-        """Wait a little for the program to end by itself, then end its whole group."""
+        """Give the program a moment to exit by itself, then kill its whole group."""
         self.go_on()
         try:
             self.process.wait(patience_s)
@@ -147,8 +149,8 @@ class Program:
                 pass
 
     def _descendant_groups(self) -> set[int]:
-        """Launchers (torchrun) give each rank a session of its own; looked up once, when the program is first held."""
-        import psutil  # here: who starts one program and watches over it needs none
+        """Return the groups of all descendants (torchrun gives each rank a session), as of the first stop."""
+        import psutil  # here, because the supervisor does not need it
 
         groups = {self.process.pid}
         try:
@@ -163,7 +165,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_flatout(number: int = signal.SIGKILL) -> None:
-    """Called in a child before its program begins: it gets this signal when flatout ends."""
-    # A trial that is held (SIGSTOP) when flatout is killed would otherwise stay for ever. PR_SET_PDEATHSIG is 1.
+    """Make the kernel send this signal when flatout exits. Called in a child before its program starts."""
+    # A stopped trial (SIGSTOP) would otherwise stay for ever if flatout is killed. PR_SET_PDEATHSIG is 1.
     if _libc is not None:
         _libc.prctl(1, number)

@@ -1,4 +1,4 @@
-"""One rank of a launch on this machine: its process, what it prints, what it said when it failed."""
+"""One rank of a launch on this machine: its process, its output and its crash report."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from flatout.plan.errors import ProgramNotFound
 
 
 class Rank:
-    """Rank 0 has the launcher's input and output. The others read nothing, and what they print is kept once ``keep`` was called. Where rank 0 reads a
-    terminal, they have one too, at its end: some programs ask it for its size.
+    """A rank. Rank 0 has the launcher's input and output; the output of the others is logged after ``keep``.
 
-    ``end`` is a descriptor that tells when it has ended, -1 on a kernel without (Linux < 5.3): then one can only ask whenever some child has.
-    ``told``: it was told to end, so how it ends says nothing any more; ``killed``: it was not asked.
+    The other ranks get no input. If rank 0 has a terminal, they have one too, at end of file, because some
+    programs ask for its size. ``end`` is a descriptor that becomes readable when the rank exits; -1 on
+    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``told``: it was asked
+    to exit, so its exit code means nothing. ``killed``: the launcher killed it.
     """
 
     def __init__(self, number: int, argv: Sequence[str], environment: Mapping[str, str], own_group: bool, before: Callable[[], None]) -> None:
-        """``before`` is called in the new process. Raises ProgramNotFound."""
+        """Start the rank. ``before`` is called in the new process. Raises ProgramNotFound."""
         self.number, self.told, self.killed = number, False, False
         self._drain: Drain | None = None
         launcher = os.getpid()
 
         def begin() -> None:
             die_with_flatout()
-            if os.getppid() != launcher:  # it was killed before the kernel knew that we depend on it
+            if os.getppid() != launcher:  # the launcher was killed before the line above took effect
                 os._exit(1)
             before()
 
@@ -63,12 +64,14 @@ class Rank:
             self.process.send_signal(number)
 
     def keep(self, folder: Path) -> None:
-        """Begin to read what it prints. Called when no process will be started any more: this makes a thread."""
+        """Begin to read its output. Starts a thread, so call it after all processes have been started."""
         if self.number:
             self._drain = Drain(self._output, folder / f"rank{self.number}.log", None)
 
     def printed(self, patience_s: float) -> str:
-        """Both streams, head and tail; "" for rank 0. A program that it has left running may hold them open."""
+        """Return the head and tail of its output; "" for rank 0.
+
+        A program that it left running may hold it open."""
         if self._drain is None:
             return ""
         self._drain.join(patience_s)
@@ -80,12 +83,12 @@ class Rank:
                 os.close(descriptor)
 
     def traceback(self, folder: Path) -> str:
-        """What it said when its exception reached the top; "" where it has said nothing."""
+        """Return the traceback of its uncaught exception; "" if there is none."""
         try:
             return str(json.loads((folder / f"rank{self.number}.failed").read_text(encoding="utf-8"))["traceback"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
     def lost_another(self, folder: Path) -> bool:
-        """Whether it failed because another rank was gone, by its own words."""
+        """Return whether its traceback says that it lost another rank."""
         return LOST_ANOTHER.search(self.traceback(folder)) is not None

@@ -1,7 +1,8 @@
-"""Ranks, or many programs that have nothing to do with each other, on a Ray cluster that is there already.
+"""Run ranks, or many independent programs, on a running Ray cluster.
 
-Only Ray's public API is used: a placement group, one actor a rank, tasks. flatout and torch must be installed on the nodes, and the folder of the program must
-be there under the same path (a shared file system). Ray is an extra: pip install flatout[ray].
+Uses only Ray's public API: a placement group, one actor per rank, tasks. flatout and torch must be installed
+on the nodes, and the program's folder must exist there under the same path (a shared file system). Ray is an
+extra: pip install flatout[ray].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flatout.launch.rendezvous import claimed, served
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
 from flatout.plan.standing import Standing
 
-PLACE_S = 60.0  # for the cluster to have room; a full one is said to be full
+PLACE_S = 60.0  # to wait for free resources before reporting that the cluster is full
 GRACE_S = 5.0
 TAIL_BYTES = 20_000
 LOOK_S = 0.3
@@ -32,7 +33,9 @@ LOOK_S = 0.3
 
 @dataclass(frozen=True)
 class Work:
-    """One program: ``argv`` in ``folder``, with ``extra`` beside the node's own environment. ``job`` is the text of flatout's job file, where there is one."""
+    """One program: ``argv`` in ``folder``, with ``extra`` added to the node's own environment.
+
+    ``job`` is the text of flatout's job file, if there is one."""
 
     argv: Sequence[str]
     folder: str
@@ -41,7 +44,7 @@ class Work:
 
 
 def work(argv: Sequence[str], environment: Mapping[str, str]) -> Work:
-    """What a node has to know of a program that would be started here with this environment (launch/environment.py): what differs from ours."""
+    """Describe a program for a node: its command, and the part of ``environment`` that differs from ours."""
     ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_TOLD", "FLATOUT_FIRST"}
     extra = {name: value for name, value in environment.items() if os.environ.get(name) != value and name not in ours}
     job = environment.get("FLATOUT_JOB")
@@ -49,7 +52,7 @@ def work(argv: Sequence[str], environment: Mapping[str, str]) -> Work:
 
 
 class Runner:
-    """In a Ray worker: one process, in a session of its own that ends with the worker."""
+    """Runs one process in a Ray worker, in a session that ends with the worker."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,13 +60,13 @@ class Runner:
         self._store: Any = None
 
     def where(self) -> tuple[str, str]:
-        """This node's id and address."""
+        """Return the ID and address of this node."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def serve(self) -> str:
-        """A store for the ranks to meet at, kept by this worker, at a port that the system chooses."""
+        """Serve a store for the ranks' rendezvous in this worker, at a port that the system chooses."""
         import torch
 
         listening = claimed(Endpoint(self.where()[1], 0), 0, several=False)
@@ -73,7 +76,9 @@ class Runner:
         return f"tcp://{at}"
 
     def start(self, what: Work, standing: Mapping[str, str]) -> None:
-        """Raises NodesApart where the program's folder is not on this node, ProgramNotFound where its program is not."""
+        """Start the program.
+
+        Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
         if not Path(what.folder).is_dir():
             raise NodesApart(f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share.")
         before = os.environ.get("PYTHONPATH", "")
@@ -92,12 +97,12 @@ class Runner:
             raise ProgramNotFound(f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}.") from None
 
     def wait(self) -> int:
-        """Until the program is over; its exit code, negative for a signal."""
+        """Wait for the program and return its exit code, negative for a signal."""
         assert self._process is not None  # start comes first
         return self._process.wait()
 
     def output(self, at: int) -> bytes:
-        """What was printed from this place on."""
+        """Return the output from this offset on."""
         with (self.home / "output").open("rb") as out:
             out.seek(at)
             return out.read()
@@ -117,30 +122,33 @@ class Runner:
 
 
 def connect(address: str) -> Any:
-    """Ray, connected to the cluster. Raises UsageError where Ray is not installed, or there is no cluster at this address."""
+    """Return Ray, connected to the cluster.
+
+    Raises UsageError if Ray is not installed or there is no cluster."""
     try:
         import ray
     except ImportError:
         raise UsageError("--ray needs Ray, which is not installed here: pip install flatout[ray].") from None
     if not ray.is_initialized():
         try:
-            # What workers print is not streamed by Ray: the output of rank 0 is read from its own file, once.
+            # Ray does not stream the workers' output: rank 0's output is read from its file.
             ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env={"env_vars": _way()})
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head`, and give its address: "
+            raise UsageError(f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head` and give its address: "
                              "--ray 10.0.0.1:6379, or --ray auto on one of its nodes.") from None
     return ray
 
 
 def _way() -> dict[str, str]:
-    """Where flatout lies, for clusters that share a file system and have not installed it: harmless where the path is not there."""
+    """Return the path to flatout, for clusters with a shared file system; harmless if missing there."""
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
 
 
 def run_ranks(address: str, what: Work, ranks: int, gpus: bool, cpus: float = 1.0, show: Callable[[bytes], None] = lambda _: None) -> int:
-    """Run the program as so many ranks; 0 where all of them ended well. ``show`` is handed what rank 0 prints, as it comes.
+    """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
-    Raises ProgramFailed for the first rank that fails, after the others were ended; NodesApart where the cluster has no room or loses a node.
+    Raises ProgramFailed for the first rank that fails, after ending the others; NodesApart if the cluster is
+    full or loses a node.
     """
     ray = connect(address)
     bundle = {"CPU": cpus, **({"GPU": 1.0} if gpus else {})}
@@ -148,12 +156,12 @@ def run_ranks(address: str, what: Work, ranks: int, gpus: bool, cpus: float = 1.
     if not group.wait(PLACE_S):
         ray.util.remove_placement_group(group)
         raise NodesApart(f"the Ray cluster has no room for {ranks} ranks of {_said(bundle)} within {PLACE_S:.0f} s: it has {_said(ray.cluster_resources())}. "
-                         f"Start fewer (--{'gpus' if gpus else 'procs'}), or see who has it: ray status")
+                         f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them")
     try:
         return _Ranks(ray, group, what, bundle, ranks, show).run()
     except ray.exceptions.RayActorError as error:
-        raise NodesApart(f"a Ray worker of this job ended before its rank began ({_first_line(error)}): its node is gone, or has no memory left. See what "
-                         "the cluster knows of it: ray list actors") from None
+        raise NodesApart(f"a Ray worker of this job ended before its rank started ({_first_line(error)}): its node is gone or out of memory. Run "
+                         "`ray list actors` for details") from None
     finally:
         ray.util.remove_placement_group(group)  # ends the actors, and they their processes
 
@@ -167,7 +175,7 @@ class _Ranks:
         actor = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Runner)
         found = [actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_index)).remote() for bundle_index in range(ranks)]
         places = ray.get([each.where.remote() for each in found])
-        order = sorted(range(ranks), key=lambda index: (places.index(places[index]), index))  # ranks of one node are neighbours
+        order = sorted(range(ranks), key=lambda index: (places.index(places[index]), index))  # the ranks of a node are adjacent
         self._actors = [found[index] for index in order]
         self._places = [places[index] for index in order]
 
@@ -177,7 +185,7 @@ class _Ranks:
         try:
             ray.get([actor.start.remote(self._what, self._standing(rank, meeting)) for rank, actor in enumerate(self._actors)])
         except FlatoutError as error:
-            raise getattr(error, "cause", error) from None  # Ray's error is of the class of its cause, with a page of its own words
+            raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause, with a long message
         waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
@@ -199,8 +207,8 @@ class _Ranks:
             return int(self._ray.get(each))
         except self._ray.exceptions.RayActorError:
             self._end(waiting.values())
-            raise NodesApart(f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or its node has ended. The other ranks were ended; start again, "
-                             "the program goes on from its last save. What the cluster knows of it: ray list actors") from None
+            raise NodesApart(f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
+                             "the program resumes from its last checkpoint. Run `ray list actors` for details") from None
 
     def _end(self, ranks: Iterable[int]) -> None:
         ending = [self._actors[rank].end.remote() for rank in ranks]
@@ -211,7 +219,7 @@ class _Ranks:
     def _stream(self) -> None:
         try:
             new = self._ray.get(self._actors[0].output.remote(self._shown), timeout=10)
-        except self._ray.exceptions.RayError:  # its actor is gone, which another call will say
+        except self._ray.exceptions.RayError:  # the actor is gone; another call will report that
             return
         self._shown += len(new)
         if new:
@@ -226,13 +234,14 @@ class _Ranks:
             said = self._ray.get(self._actors[rank].output.remote(0), timeout=10)[-TAIL_BYTES:].decode(errors="replace").rstrip()
         except self._ray.exceptions.RayError:
             return words
-        return f"{words}. The end of what it said:\n{said}"
+        return f"{words}. The end of its output:\n{said}"
 
 
 def run_many(address: str, programs: Sequence[Work], gpus: float = 0.0, cpus: float = 1.0) -> Iterator[tuple[int, int, str]]:
-    """Programs that have nothing to do with each other (trials), as many at once as the cluster has room for.
+    """Run independent programs (trials), as many at once as fit on the cluster.
 
-    As each ends: its number, its exit code (negative for a signal; one whose node was lost has -SIGKILL) and the end of what it said.
+    Yields for each at its end: its number, its exit code (negative for a signal; -SIGKILL if its node was
+    lost) and the end of its output.
     """
     ray = connect(address)
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(_one)

@@ -1,6 +1,7 @@
-"""The nodes of a Ray cluster, each given one piece of work at a time, which has the whole node. For what is measured: nothing else of Ray's runs beside it.
+"""Run one task at a time on each node of a Ray cluster, with the whole node to itself, for measurements.
 
-A piece of work is a program of ours with a text (JSON) to read and another to write; only texts travel. Ray's public API alone is used.
+A task is a flatout program that reads one text (JSON) and writes another; only text is sent. Uses only Ray's
+public API.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 from flatout.launch.ray_cluster import TAIL_BYTES, Runner, Work, connect
 from flatout.plan.errors import FlatoutError
 
-THREADS = "OMP_NUM_THREADS"  # Ray sets it in its workers, where nobody else has
+THREADS = "OMP_NUM_THREADS"  # Ray sets it in its workers if it is unset
 
 
 class NodeLost(Exception):
-    """A worker or its node ended before the work did."""
+    """A worker or its node exited before the task was done."""
 
 
 class RayNodes:
-    """``names`` says how each node is called: its host, with a number where several nodes are on one."""
+    """The nodes of a cluster.
+
+    ``names`` maps each node to its host, with a number if a host has several nodes."""
 
     def __init__(self, address: str) -> None:
-        """Raises UsageError where there is no Ray, or no cluster."""
+        """Raises UsageError if there is no Ray or no cluster."""
         self._ray = connect(address)
         self._begun: list[Any] = []
         self.names: dict[str, str] = {}
@@ -42,7 +45,9 @@ class RayNodes:
         return any(each["NodeID"] == node for each in self._alive())
 
     def begin(self, node: str, module: str, text: str, environment: Mapping[str, str]) -> Any:
-        """Start ``python -m module`` there, with a file that holds the text and one for its answer; what to wait for."""
+        """Start ``python -m module`` on a node, with a file for the text and one for the answer.
+
+        Return a handle."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         has: Mapping[str, float] = next((each["Resources"] for each in self._alive() if each["NodeID"] == node), {})
@@ -53,12 +58,12 @@ class RayNodes:
         return begun
 
     def ended(self, begun: Sequence[Any], within_s: float) -> list[Any]:
-        """Those that have ended, after so long at the latest."""
+        """Return the tasks that have ended, waiting at most ``within_s``."""
         found: list[Any] = self._ray.wait(list(begun), num_returns=1, timeout=within_s)[0]
         return found
 
     def answer(self, begun: Any) -> str:
-        """What it wrote. Raises NodeLost, or FlatoutError with what it said where it failed."""
+        """Return the answer of a task. Raises NodeLost, or FlatoutError with the error of a failed task."""
         self._begun.remove(begun)
         try:
             code, text, said = self._ray.get(begun)
@@ -67,11 +72,11 @@ class RayNodes:
         except self._ray.exceptions.RayError as error:
             raise NodeLost((str(error).strip().splitlines() or [type(error).__name__])[0][:200]) from None
         if code or not text:
-            raise FlatoutError((said.strip().splitlines() or [f"it left with exit code {code}"])[-1][:300])
+            raise FlatoutError((said.strip().splitlines() or [f"it exited with code {code}"])[-1][:300])
         return str(text)
 
     def give_up(self, begun: Any) -> None:
-        """End it, wherever it is."""
+        """Cancel a task."""
         if begun in self._begun:
             self._begun.remove(begun)
         self._ray.cancel(begun, force=True)
@@ -82,13 +87,13 @@ class RayNodes:
 
 
 def _on_this_node(argv: Sequence[str], folder: str, environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
-    """In a Ray worker: the exit code, the answer, the end of what was said."""
+    """Run a task in a Ray worker. Return its exit code, its answer and the end of its output."""
     os.environ.pop(THREADS, None)
     runner = Runner()
     try:
         order, answer = runner.home / "order.json", runner.home / "answer.json"
         order.write_text(text, encoding="utf-8")
-        # -P: the folder that one is in may have a torch.py or click.py of the person's.
+        # -P: the current folder may contain a torch.py or click.py of the user.
         runner.start(Work((sys.executable, "-P", *argv, str(order), str(answer)), folder, environment), {})
         code = runner.wait()
         said = runner.output(0)[-TAIL_BYTES:].decode(errors="replace")

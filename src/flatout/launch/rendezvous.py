@@ -1,13 +1,16 @@
-"""Where the agents of a job meet, and where the ranks of each round do.
+"""The rendezvous of a job's agents, and of the ranks of each round.
 
-Torch's own c10d rendezvous, with three differences:
+This is torch's c10d rendezvous with three differences:
 
-* It listens on the address that it is told. torch's TCPStore("10.0.0.1", ...) listens on every address of the machine. The agents' state is a pickle in
-  that store (dynamic_rendezvous.py), so whoever reaches it can run code: it belongs into a private network.
-* Who serves is decided by who can bind the address, not by comparing names (_matches_machine_hostname errs for second interfaces and CNAMEs).
-* Each round gets a store of its own, bound to a free port before anybody is told of it. torch keeps the store of the first round: a node that joins later
-  waits for its address in vain, and keys of a failed round are read by the next one (pytorch #135712, closed without that; #167302).
-"""
+* It listens only on the given address. torch's TCPStore("10.0.0.1", ...) listens on every address of the
+  machine. The agents' state is a pickle in that store (dynamic_rendezvous.py), so anyone who can reach it can
+  run code: keep it inside a private network.
+* The node that can bind the address serves it. torch compares names instead, and _matches_machine_hostname is
+  wrong for second interfaces and CNAMEs.
+* Each round gets its own store, bound to a free port before its address is published. torch keeps the store
+  of the first round: a node that joins later waits for its address in vain, and the next round reads keys of
+  a failed one (pytorch #135712, closed without a fix for this; #167302).
+  """
 
 from __future__ import annotations
 
@@ -30,22 +33,23 @@ ANSWER_S = 5.0  # for a connection to the rendezvous
 
 
 def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callable[[float], Any] | None = None) -> socket.socket | None:
-    """A socket that listens at ``where``, or None where that is another node's address or another process of this one serves already.
+    """Return a socket that listens at ``where``.
 
-    Raises UsageError where node 0 cannot have the address, or the name leads back to each machine itself.
+    Returns None if that is the address of another node, or another process of this node serves it already.
+    Raises UsageError if node 0 cannot bind the address, or the name resolves to the loopback address.
     """
     if node_rank:
         return None
     family, _, _, _, place = _resolved(where, wait or threading.Event().wait)
     address = ipaddress.ip_address(place[0].partition("%")[0])
     if address.is_unspecified:
-        raise UsageError(f"{where.host} is every address of a machine, and none at which others could meet. Give the one that they reach: "
+        raise UsageError(f"{where.host} stands for every address of a machine, so other nodes cannot connect to it. Give an address that they can reach: "
                          f"--rendezvous 10.0.0.1:{where.port}.")
     if several and address.is_loopback and not _is_loopback(where.host):
-        raise UsageError(f"{where.host} is {place[0]} on this machine (/etc/hosts), where no other node can reach it. "
-                         f"Give the address that the others know: --rendezvous 10.0.0.1:{where.port}.")
+        raise UsageError(f"{where.host} is {place[0]} on this machine (/etc/hosts), so no other node can reach it. "
+                         f"Give an address that the others can reach: --rendezvous 10.0.0.1:{where.port}.")
     listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job that begins again must not wait for TIME_WAIT
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restarted job must not wait for TIME_WAIT
     try:
         listening.bind(place)
         listening.listen(2048)
@@ -58,7 +62,7 @@ def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callabl
 
 
 def _resolved(where: Endpoint, wait: Callable[[float], Any]) -> Any:
-    for _ in range(60):  # the name of a pod is known some seconds after the pod has begun
+    for _ in range(60):  # the name of a pod resolves some seconds after the pod has started
         try:
             return socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         except socket.gaierror as error:
@@ -69,11 +73,11 @@ def _resolved(where: Endpoint, wait: Callable[[float], Any]) -> Any:
 
 
 def reached_from_elsewhere(host: str) -> str:
-    """This host's name, or its address where the name leads back to the machine itself (127.0.1.1 in /etc/hosts)."""
+    """Return the host's name, or its address if the name is a loopback address (127.0.1.1 in /etc/hosts)."""
     place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
     if not ipaddress.ip_address(str(place).partition("%")[0]).is_loopback or _is_loopback(host):
         return host
-    return own_address(Endpoint("192.0.2.1", 9))  # TEST-NET-1 is nowhere: the address of the way to everywhere else
+    return own_address(Endpoint("192.0.2.1", 9))  # TEST-NET-1 has no hosts: this gives the address on the default route
 
 
 def _is_loopback(host: str) -> bool:
@@ -84,9 +88,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def served(torch: Any, listening: socket.socket) -> Any:
-    """The torch store that answers at this socket, for as long as it is kept."""
+    """Return a torch store that serves this socket for as long as it is referenced."""
     host, port = listening.getsockname()[:2]
-    # multi_tenant is left away: the socket is ours alone. The server takes the descriptor over.
+    # No multi_tenant: the socket is ours alone. The server takes over the descriptor.
     return torch.distributed.TCPStore(host, port, is_master=True, timeout=_span(torch, STORE_S), wait_for_workers=False,
                                       master_listen_fd=listening.detach())
 
@@ -97,7 +101,10 @@ def _span(torch: Any, seconds: float) -> Any:
 
 
 def answer(where: Endpoint, patience_s: float = ANSWER_S) -> str:
-    """``yes``; ``no``, at once, where nobody listens or nothing leads there; or ``silence``, after the patience."""
+    """Probe a server.
+
+    Returns ``yes``; ``no`` at once if nothing listens or there is no route; or ``silence`` after the
+    timeout."""
     try:
         socket.create_connection((where.host, where.port), timeout=patience_s).close()
     except TimeoutError:
@@ -108,23 +115,25 @@ def answer(where: Endpoint, patience_s: float = ANSWER_S) -> str:
 
 
 def wait_for(where: Endpoint) -> None:
-    """Until somebody serves at ``where``. Raises NodesApart where nobody does."""
+    """Wait until a server answers at ``where``. Raises NodesApart if none does."""
     pause = threading.Event()
     for _ in range(JOIN_S // 2):
         if answer(where, 1.0) == "yes":
             return
         pause.wait(1.0)
-    raise NodesApart(f"nobody serves the rendezvous at {where}. Start the node that has this address, with the same --rendezvous, and see that no firewall is "
-                     f"between: nc -zv {where.host} {where.port}")
+    raise NodesApart(f"no node serves the rendezvous at {where}. Start the node with this address, with the same --rendezvous, and check that no firewall "
+                     f"blocks it: nc -zv {where.host} {where.port}")
 
 
 class Rounds:
-    """torch's rendezvous handler, whose rounds have a store each. ``address`` is where this node serves one when it is the first.
+    """torch's rendezvous handler with one store per round.
 
-    ``others`` are the other nodes of the round that runs, none between rounds; ``number`` counts the rounds of this node; ``has_rank_0`` in the last of them.
+    ``address`` is the address at which this node serves a store if it is the first node. ``others`` are the
+    other nodes of the current round, empty between rounds. ``number`` counts the rounds of this node.
+    ``has_rank_0``: this node had rank 0 in the last round.
     """
 
-    use_agent_store = True  # what the agent then tells its ranks: MASTER_ADDR and MASTER_PORT are a store that is served
+    use_agent_store = True  # the agent then tells its ranks that MASTER_ADDR and MASTER_PORT are already served
 
     def __init__(self, torch: Any, inner: Any, address: str) -> None:
         self._torch, self._inner, self._address = torch, inner, address
@@ -140,8 +149,8 @@ class Rounds:
         self.others = []
         info = self._next()
         self.has_rank_0 = info.rank == 0
-        self._store = None  # of the last round, whose ranks this agent has ended
-        # The agents' store of a round is empty at first: torch puts the number of the round before its keys.
+        self._store = None  # drop the store of the last round, whose ranks this agent has ended
+        # The agents' store is empty at the start of a round: torch prefixes its keys with the round number.
         info.store.set(f"flatout/node/{info.rank}", self.name)
         if info.rank == 0:
             listening = claimed(Endpoint(self._address, 0), 0, several=False)
@@ -157,7 +166,7 @@ class Rounds:
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
     def _one_job(self, info: Any) -> None:
-        """All nodes run under the plan and the seed of the node of rank 0: each has made a job of its own, and ranks that differ would train apart."""
+        """Replace this node's job by that of rank 0's node, so that all ranks use the same plan and seed."""
         path = os.environ.get("FLATOUT_JOB")
         own = read_json(Path(path)) if path else None
         if info.rank == 0:
@@ -167,7 +176,9 @@ class Rounds:
             write_json(Path(path), theirs | {"pid": own.get("pid") if isinstance(own, dict) else None})
 
     def _next(self) -> Any:
-        """torch's own next round, without the store that it would keep from the first one: the variable is read at this call, and by nothing else."""
+        """Start torch's next round without sharing the first round's store.
+
+        Only this call reads the variable."""
         variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         before = os.environ.get(variable)
         os.environ[variable] = "1"
@@ -186,7 +197,7 @@ class Rounds:
 
 
 def register(torch: Any, address: str, made: Callable[[Rounds], None]) -> None:
-    """Make torchrun know ``--rdzv-backend flatout``; ``made`` is given the rounds when the agent begins."""
+    """Register ``--rdzv-backend flatout`` with torchrun. ``made`` gets the Rounds when the agent starts."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -201,5 +212,5 @@ def register(torch: Any, address: str, made: Callable[[Rounds], None]) -> None:
 
 
 def client(torch: Any, where: Endpoint) -> Any:
-    """A connection of its own to the store at ``where``."""
+    """Return a separate connection to the store at ``where``."""
     return torch.distributed.TCPStore(where.host, where.port, is_master=False, timeout=_span(torch, STORE_S), wait_for_workers=False)

@@ -1,10 +1,11 @@
-"""How long a process has been silent, and how long it may be: learned from its own steps. Pure: moments come from whoever looks.
+"""The stall limit of a process, learned from its own steps. This module is pure: the caller passes the times.
 
-Looking is done every half second, so silences are known to half a second and short ones are only counted. That is enough: the limit is
+Processes are polled every 0.5 s, so stalls are known to 0.5 s, and short ones are only counted. That is
+enough: the limit is
 
-    max(floor, 5 x the 99th percentile of the silences between its steps)
+    max(floor, 5 x the 99th percentile of the pauses between its steps)
 
-and the floor is ten seconds. What a process is known to do besides training has a floor of its own.
+and the floor is 10 s. Known activities other than training have their own floors.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from flatout.plan import pulse
 LOOK_S = 0.5
 TIMES, SHARE = 5.0, 0.01
 LONGEST_KEPT = 2000
-# What it does: how it is known stands in docs/supervision.md.
+# Activities; docs/supervision.md says how each is recognised.
 COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = "compiles", "imports", "works elsewhere", "is held by a debugger"
 FLOORS_S: dict[int | str, float] = {
     pulse.TRAINING: 10.0, pulse.LOADING: 10.0, pulse.OPENING: 60.0, pulse.EVALUATING: 300.0, pulse.BETWEEN: 300.0, pulse.SAVING: 600.0, pulse.ENDING: 300.0,
     pulse.STARTING: 1800.0, pulse.IMPORTED: 1800.0, COMPILING: 1800.0, READING_CODE: 1800.0, AT_WORK: 600.0, WAITS_FOR_DEBUGGER: float("inf")}
 IN_WORDS: dict[int | str, str] = {
     pulse.TRAINING: "in a step", pulse.LOADING: "waiting for data", pulse.OPENING: "waiting for the first batch of a loader", pulse.EVALUATING: "evaluating",
-    pulse.BETWEEN: "between two epochs", pulse.SAVING: "in torch.save", pulse.ENDING: "on its way out", pulse.STARTING: "before torch was imported",
+    pulse.BETWEEN: "between two epochs", pulse.SAVING: "in torch.save", pulse.ENDING: "exiting", pulse.STARTING: "before torch was imported",
     pulse.IMPORTED: "before the first step", COMPILING: "compiling", READING_CODE: "importing", AT_WORK: "working without steps"}
 
 
 @dataclass
 class Silences:
-    """Of one kind of doing: how many there were, and the longest."""
+    """The pauses during one kind of activity: their number, and the longest."""
 
     count: int = 0
-    long: list[float] = field(default_factory=list)  # beyond LOOK_S, the longest first
+    long: list[float] = field(default_factory=list)  # longer than LOOK_S, longest first
 
     def add(self, silence_s: float, steps: int) -> None:
         self.count += max(steps, 1)
@@ -41,13 +42,15 @@ class Silences:
 
     @property
     def percentile_s(self) -> float:
-        """The 99th; of fewer than a hundred, the longest."""
+        """The 99th percentile; the longest pause if there are fewer than 100."""
         beyond = int(self.count * SHARE)
         return self.long[beyond] if beyond < len(self.long) else LOOK_S
 
 
 class Silence:
-    """Of one process. ``hear`` is called at each look; ``doing`` may be set to what was seen of it beside its own word, until it is heard again."""
+    """The stall of one process. Call ``hear`` at each poll.
+
+    ``doing`` may be set to an activity observed from outside; the next heartbeat resets it."""
 
     def __init__(self, now: float, floor_s: float | None = None) -> None:
         self.floor_s, self.since = floor_s, now
@@ -57,7 +60,7 @@ class Silence:
         self.kinds: dict[int | str, Silences] = {}
 
     def hear(self, now: float, beats: int, steps: int, phase: int) -> bool:
-        """Whether it was heard since the last look."""
+        """Record a poll, and return whether there was a heartbeat since the last one."""
         if beats == self._beats and phase == self._phase:
             return False
         self.kinds.setdefault(self.kind, Silences()).add(now - self.since, steps - self._steps)
@@ -80,5 +83,5 @@ class Silence:
         return max(floor_s, TIMES * known.percentile_s) if known is not None else floor_s
 
     def pass_over(self, seconds: float) -> None:
-        """Time in which nobody could have been heard: the machine slept, or all was held."""
+        """Exclude time in which no heartbeat was possible: the machine slept, or everything was stopped."""
         self.since += seconds

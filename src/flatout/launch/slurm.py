@@ -1,6 +1,7 @@
-"""A batch script for Slurm: one agent a node, which meet at a port that the first node has bound before anybody is told of it.
+"""A batch script for Slurm that starts one agent per node.
 
-The options are sbatch's own and stand at the top as #SBATCH lines, so that the script can be kept, read and submitted again by hand.
+The agents rendezvous at a port that the first node binds before it publishes it. The sbatch options are
+#SBATCH lines at the top, so the script can be kept, read and submitted again by hand.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from flatout.launch.nodes import Nodes
 from flatout.plan.errors import ProgramFailed, UsageError
 from flatout.plan.folder import write_whole
 
-OWN = ("nodes", "ntasks-per-node", "ntasks", "N", "n")  # what the script cannot work with if it says otherwise
+OWN = ("nodes", "ntasks-per-node", "ntasks", "N", "n")  # the script sets these options itself
 
 
 def batch_script(nodes: Nodes, command: Sequence[str], options: str = "", name: str = "flatout", run: Sequence[str] = (), python: str = sys.executable) -> str:
-    """The text of the script; ``options`` are sbatch's, ``run`` those of `flatout run` beside where it runs.
+    """Return the text of the script. ``options`` are for sbatch, ``run`` are more options of `flatout run`.
 
-    Raises UsageError for sbatch options that cannot be read, or that contradict --nodes.
+    Raises UsageError for sbatch options that cannot be parsed or that contradict --nodes.
     """
     return f"""#!/bin/bash
 # Written by flatout. Submit it with: sbatch THIS_FILE
 {_directives(nodes, options, name)}
 
 set -eu
-# The first node holds the port where all meet, from before the others know it until the job is over.
+# The first node serves the rendezvous. It binds the port first, and keeps it until the job ends.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec {{serving}}< <(exec {shlex.quote(python)} -P -m flatout.cli.agent --serve "$host")
 read -r rendezvous <&"$serving"
 
-# An agent that has ended does not come back: fewer nodes go on without it where they may, and all end where not.
+# An agent that has exited does not return: the job continues without it if --nodes allows it, or ends.
 exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 {_on_failure(nodes)} \\
   {_agent(nodes, run, python)} -- \\
   {shlex.join(command)}
@@ -69,25 +70,25 @@ def _directives(nodes: Nodes, options: str, name: str) -> str:
 
 
 def _options(text: str) -> list[str]:
-    """One sbatch option each, as ``--name=value`` or a short one with its value."""
+    """Split the options of sbatch: ``--name=value``, or a short option with its value."""
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--slurm-options {text!r} cannot be read ({error}). Quote them as one word: "
+        raise UsageError(f"--slurm-options {text!r} cannot be read ({error}). Quote them as one argument: "
                          "--slurm-options '--partition=gpu --time=4:00:00'.") from None
     found: list[str] = []
     for word in words:
         if "\n" in word or "\r" in word:
-            raise UsageError(f"--slurm-options: {word!r} has a line end, which no #SBATCH line can hold. Leave it away.")
+            raise UsageError(f"--slurm-options: {word!r} contains a line break, which an #SBATCH line cannot hold. Remove it.")
         if word.startswith("-"):
             found.append(word)
         elif found and "=" not in found[-1]:
             found[-1] += f"={word}" if found[-1].startswith("--") else f" {word}"
         else:
-            raise UsageError(f"--slurm-options: {word!r} is no option of sbatch. Give them as --slurm-options '--partition=gpu --time=4:00:00'.")
+            raise UsageError(f"--slurm-options: {word!r} is not an option of sbatch. Write --slurm-options '--partition=gpu --time=4:00:00'.")
     for option in found:
         if _name(option) in OWN:
-            raise UsageError(f"--slurm-options: {option} is what --nodes says. Leave it away, and say --nodes.")
+            raise UsageError(f"--slurm-options: {option} is set by flatout. Remove it, and use --nodes.")
     return found
 
 
@@ -96,21 +97,23 @@ def _name(option: str) -> str:
 
 
 def _directive(option: str) -> str:
-    """sbatch reads a directive with quotes as a shell would, and ends it at a ``#`` that stands outside of them."""
+    """Quote an option for sbatch, which parses quotes like a shell and stops at an unquoted ``#``."""
     name, between, value = option.partition("=") if option.startswith("--") else option.partition(" ")
     return name + between + (shlex.quote(value) if between else "")
 
 
 def submit(script: str, path: Path) -> str:
-    """Write the script and hand it to sbatch. What sbatch said, or where there is none, what to do. Raises ProgramFailed where sbatch refuses."""
+    """Write the script and submit it. Return sbatch's output, or instructions if there is no sbatch.
+
+    Raises ProgramFailed if sbatch rejects it."""
     write_whole(path, script)
     path.chmod(0o700)
     if shutil.which("sbatch") is None:
-        return f"there is no sbatch on this machine: the script is in {path}. Submit it where Slurm is: sbatch {shlex.quote(str(path))}"
+        return f"there is no sbatch on this machine; the script is in {path}. Submit it on a machine with Slurm: sbatch {shlex.quote(str(path))}"
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     if done.returncode:
-        raise ProgramFailed(f"sbatch refused {path}: {done.stderr.strip() or done.stdout.strip()}. Change the options with --slurm-options, or the script "
-                            f"by hand: sbatch {shlex.quote(str(path))}", done.returncode)
+        raise ProgramFailed(f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}. Change the options with --slurm-options, or edit the "
+                            f"script and run: sbatch {shlex.quote(str(path))}", done.returncode)
     return f"{done.stdout.strip()} ({path})"
 
 

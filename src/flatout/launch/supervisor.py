@@ -1,7 +1,8 @@
-"""Watches over one program: starts it, passes on what it is told, finds out when it hangs or has died, and starts it again while that brings it further.
+"""Supervise one program: start it, forward signals, detect hangs and crashes, restart it while it progresses.
 
-The program has our input, output, terminal and place among processes; signals reach it as they would without us. Whatever it has started is known by
-FLATOUT_PULSE, and ends with it. Clocks are handed in. Linux only.
+The program has our input, output, terminal and process group; signals reach it as they would without us.
+FLATOUT_PULSE identifies the processes that it starts, which end with it. The caller passes the clocks. Linux
+only.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from flatout.launch.watching import Watch
 from flatout.plan import pulse
 from flatout.plan.errors import NotFinite, ProgramHung, StorageError, UsageError
 
-MEMORY = "/dev/shm"  # pages on a disk would have to be written, and a disk that is full or slow would hold the program
+MEMORY = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
 MARKED = pulse.FOLDER
-MOST_TYPED = 80  # characters of a command, in a sentence
-STARTS_S = 0.1  # between two looks at a program that starts: what a restart costs is told in tenths of a second
+MOST_TYPED = 80  # characters of a command in a message
+STARTS_S = 0.1  # between two polls during start-up: restart times are reported to 0.1 s
 
 
 @dataclass(frozen=True)
 class Terms:
-    """``restarts``: at most so many. ``grace_s``: what a program that was told to end has for its last save. ``hang_after_s``: in the place of the ten seconds
-    that are the least before a silent one is suspected."""
+    """Limits of the supervision.
+
+    ``restarts`` is the maximum number of restarts. ``grace_s`` is the time for a last checkpoint after a
+    request to exit. ``hang_after_s`` replaces the default of 10 s for the shortest stall that counts as a
+    hang."""
 
     restarts: int
     grace_s: float
@@ -47,14 +51,16 @@ class Terms:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds that go by, and the moment in words."""
+    """A monotonic clock in seconds, and the current date and time as text."""
 
     seconds: Callable[[], float]
     today: Callable[[], str]
 
 
 class Guard(Watch):
-    """One start of the program. ``hung`` is what was found, where that ended it; ``late``: it did not end in its time after it was told to."""
+    """One start of the program.
+
+    ``hung`` is the hang that ended it, if any. ``late``: it did not exit in time after a request to."""
 
     def __init__(self, rank: Rank, folder: Path, bell: Bell, signals: Signals, shares_group: bool, watched: Watched, attempt: Attempt, terms: Terms,
                  clocks: Clocks, hears: Callable[[Event], None], steps: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -70,7 +76,7 @@ class Guard(Watch):
         if now < self._next:
             return
         self.every_s = LOOK_S if self.attempt.stepped is not None else STARTS_S
-        self._next = now + self.every_s / 2  # events of other kinds do not make it look more often
+        self._next = now + self.every_s / 2  # other events do not increase the polling rate
         events = self.watched.look(now)
         self.note(now)
         for event in events:
@@ -82,7 +88,7 @@ class Guard(Watch):
                 self._kill()
 
     def note(self, now: float) -> None:
-        """What this start has brought so far."""
+        """Record the progress of this start."""
         attempt, watched = self.attempt, self.watched
         if attempt.imported is None and watched.imported:
             attempt.imported = now
@@ -94,12 +100,14 @@ class Guard(Watch):
             attempt.saves, attempt.saved = watched.saves, now
 
     def asked_by(self, code: int) -> int | None:
-        """The signal by which a person has asked for the end. One that does not ask by itself (SIGUSR1) has, where the program ends by saying its number."""
+        """Return the signal by which the user requested the exit.
+
+        A signal that requests nothing by itself (SIGUSR1) counts if the program exits with its number."""
         return self.asked if self.asked is not None else code - 128 if code - 128 in self._passed else None
 
     def _heard(self, heard: Heard) -> None:
         if heard.number in ASKING_TO_END and self.asked is not None and not self._may_insist:
-            return  # the same press once more
+            return  # a repetition of the same key press
         first = self.asked is None
         super()._heard(heard)
         if heard.number == signal.SIGTSTP:
@@ -115,32 +123,36 @@ class Guard(Watch):
             super()._timed(word)
 
     def _kill(self) -> None:
-        """All of it: what it has started must not go on by itself."""
+        """Kill the program and all processes that it started."""
         super()._kill()
         end_members(str(self.folder), MARKED)
 
 
 class Supervisor:
-    """``argv`` with ``environment`` is the program. After ``run``, ``ended_by`` is the signal by which a person ended it, None where none did."""
+    """Supervises the program ``argv`` with ``environment``.
+
+    After ``run``, ``ended_by`` is the signal by which the user ended it, or None."""
 
     def __init__(self, title: str, argv: Sequence[str], environment: Mapping[str, str], terms: Terms, clocks: Clocks, book: Book,
                  say: Callable[[str], None]) -> None:
         if not hasattr(select, "epoll") or not hasattr(os, "posix_fallocate"):
-            raise UsageError(f"programs are watched over on Linux alone so far, and this is {sys.platform}. Leave --supervise away.")
+            raise UsageError(f"--supervise needs Linux, and this is {sys.platform}. Remove --supervise.")
         self.argv, self.environment, self.terms, self.clocks, self.book, self.say = list(argv), dict(environment), terms, clocks, book, say
         self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
         self.course = Course()
         self.ended_by: int | None = None
-        self._open: Incident | None = None  # its restart has not come to a step yet
+        self._open: Incident | None = None  # until the restart reaches a step
 
     def run(self) -> int:
-        """Until the program has ended for good: its exit code. Raises ProgramNotFound, StorageError. Called from the main thread."""
+        """Run until the program has ended for good, and return its exit code. Call it from the main thread.
+
+        Raises ProgramNotFound, StorageError."""
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-watched-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
             (self.folder / "begun").touch()
             bell = Bell(self.folder)
         except OSError as error:
-            raise StorageError(f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}. Name another one with TMPDIR.") from error
+            raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
         with Signals() as signals:
             keeper = Keeper(str(self.folder), MARKED)
             try:
@@ -158,15 +170,15 @@ class Supervisor:
                 continue
             self._close("the end")
             if why:
-                self.say(f"not started again: {why}.")
+                self.say(f"not restarted: {why}.")
             self._sum_up(well=ending.kind == "well")
             return ending.code
 
-    # -- one start ----------------------------------------------------------------------------------------------------------
+    # -- one start -------------------------------------------------------------------------------------------
 
     def _attempt(self, signals: Signals, bell: Bell) -> tuple[Attempt, Ending]:
         self._tidy()
-        bell.hush()  # what was to happen to the last one must not happen to this one
+        bell.hush()  # discard timers and events of the last start
         attempt = Attempt(len(self.course.attempts) + 1, self.clocks.seconds(), base=self.course.kept)
         self.course.attempts.append(attempt)
         environment = {**self.environment, MARKED: str(self.folder), "FLATOUT_TOLD": str(self.folder / f"told{attempt.number}"), "FLATOUT_FIRST": ""}
@@ -191,7 +203,7 @@ class Supervisor:
         attempt.kept = watched.kept(attempt.base)
         code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
         ending = self._ending(guard, code, watched, kills)
-        if ending.kind != "well":  # what a program that has ended well leaves running is meant to run
+        if ending.kind != "well":  # processes that a successful program leaves running may continue
             end_members(str(self.folder), MARKED)
         attempt.ended = self.clocks.seconds()
         if ending.kind not in ("well", "asked"):
@@ -207,7 +219,7 @@ class Supervisor:
         asked = guard.asked_by(code)
         if asked is not None:
             if guard.late:
-                self.say(f"{self.title} had not ended {self.terms.grace_s:g} s after {signal.Signals(asked).name}, and was ended. --grace gives it longer.")
+                self.say(f"{self.title} did not exit within {self.terms.grace_s:g} s of {signal.Signals(asked).name} and was killed. Increase --grace.")
             killed = guard.ranks[0].killed
             self.ended_by = asked if killed or code == -asked else None
             return Ending("asked", 128 + asked if killed else exit_code(code), f"ended by {signal.Signals(asked).name}")
@@ -215,18 +227,18 @@ class Supervisor:
             return Ending("hung", ProgramHung.exit_code, guard.hung.said, guard.hung.place)
         step = watched.word(pulse.NOT_FINITE)
         if step:
-            return Ending("nan", NotFinite.exit_code, f"the loss of step {step} was NaN or infinite, and --on-nan stop ends a program there",
-                          advice="an earlier save has finite weights; a lower learning rate or clipped gradients may get past it")
+            return Ending("nan", NotFinite.exit_code, f"the loss of step {step} was NaN or infinite, so --on-nan stop ended the program",
+                          advice="an earlier checkpoint has finite weights; a lower learning rate or gradient clipping may help")
         if code == 0:
             return Ending("well", 0, "")
         after = kills_for_memory()
         by_kernel = None if kills is None or after is None else after > kills
         return ending_of(code, self.title, failures_in(str(self.folder)), by_kernel, watched.steps)
 
-    # -- what is said and written -------------------------------------------------------------------------------------------
+    # -- what is said and written ----------------------------------------------------------------------------
 
     def _hears(self, event: Event, attempt: Attempt, watched: Watched) -> None:
-        """At the moment when it is found; a hung program is ended only then."""
+        """Report an event when it is detected, before a hung program is ended."""
         if event.kind == "hung":
             again = self.course.again("hung", event.place)
             self.say(f"{event.said}{'; the same as before' if again else ''}.")
@@ -250,7 +262,7 @@ class Supervisor:
                               ending.code, hung.silent_s if hung is not None else 0.0, assert_ended - found, lines=hung.lines if hung is not None else ())
 
     def _why_not_again(self, attempt: Attempt, ending: Ending) -> str | None:
-        """None where it is started again."""
+        """Return why the program is not restarted; None if it is."""
         if ending.kind in ("well", "asked"):
             return ""
         if ending.kind == "nan":
@@ -258,9 +270,10 @@ class Supervisor:
         why = self.course.why_not_again(ending, attempt, self.terms.restarts)
         if why:
             return why
-        kept = f"its newest save is of step {attempt.kept}" if attempt.kept else f"its newest save is of step {self.course.kept}" if self.course.kept \
-            else "it has told of no save, so it begins where it finds itself"
-        self.say(f"started again ({attempt.number} of at most {self.terms.restarts}): {kept}.")
+        kept = f"its newest checkpoint is of step {attempt.kept}" if attempt.kept \
+            else f"its newest checkpoint is of step {self.course.kept}" if self.course.kept \
+            else "no checkpoint is known, so the program decides where to start"
+        self.say(f"restarted ({attempt.number} of at most {self.terms.restarts}): {kept}.")
         return None
 
     def _came_to_a_step(self, attempt: Attempt) -> None:
@@ -276,7 +289,7 @@ class Supervisor:
             self.book.write(incident)
 
     def _sum_up(self, well: bool) -> None:
-        """One line about the whole, where steps were heard."""
+        """Print one summary line, if there were steps."""
         attempts = self.course.attempts
         reached = max(each.reached for each in attempts)
         if not reached:
@@ -284,6 +297,6 @@ class Supervisor:
         now = attempts[-1].ended or self.clocks.seconds()
         restarts = len(attempts) - 1
         word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
-        where = f"; what happened is in {self.book.path}" if self.book.written else ""
+        where = f"; the incidents are in {self.book.path}" if self.book.written else ""
         steps = f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s"
-        self.say(f"{steps}, {word}; {self.course.goodput(now, well):.0%} of the time brought steps that were kept{where}.")
+        self.say(f"{steps}, {word}; {self.course.goodput(now, well):.0%} of the time went into steps that were kept{where}.")

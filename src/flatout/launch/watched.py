@@ -1,7 +1,8 @@
-"""The processes of a program that is watched over: which of them are heard, which have fallen silent, and what such a one does.
+"""The processes of a supervised program: their heartbeats, their stalls, and what a stalled process does.
 
-A program hangs when all of its processes that train are silent for longer than they may be (`launch.silence`): ranks wait for each other, and one that works
-keeps the others from being suspected. On the way there each is asked three times for its stack; what compiles, imports or works elsewhere is given its time.
+A program hangs when all of its training processes stall for longer than their limits (`launch.silence`).
+Ranks wait for each other, so one rank that works clears the others. Before that, each process is asked three
+times for its stack; processes that compile, import or compute without steps get more time.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from flatout.launch.silence import AT_WORK, COMPILING, FLOORS_S, IN_WORDS, LOOK_
 from flatout.plan.pulse import BACKWARDS, BATCHES, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, TRAINING, WENT_ON, Seen
 
 ASK_AT = (0.5, 0.7, 0.85)  # of the limit
-EARLY_S = 2 * LOOK_S  # a silence has begun up to a look before it was seen, and is judged at a look
-STOPPED = 0.8  # of the least silence that is suspected: a process that is stopped is continued then
-AGAIN_S = 10.0  # one that compiles or works elsewhere is looked at again
-WORKS = 0.5  # of a core
+EARLY_S = 2 * LOOK_S  # a stall starts up to one poll before it is seen, and is judged at a poll
+STOPPED = 0.8  # of the shortest stall that counts as a hang: a stopped process is continued then
+AGAIN_S = 10.0  # until a process that compiles or computes without steps is inspected again
+WORKS = 0.5  # of a core: the process computes
 
 
 @dataclass
 class Look:
-    """At one process, at one moment."""
+    """One inspection of a process."""
 
     at: float
     asked: Asked | None
@@ -54,13 +55,16 @@ class Process:
 
     @property
     def done(self) -> tuple[int, int, int]:
-        """How far it is: of ranks that wait for each other, the last one is waited for."""
+        """Its progress: ranks that wait for each other wait for the one with the least."""
         return self.page[STEPS], self.page[BACKWARDS], self.page[BATCHES]
 
 
 @dataclass(frozen=True)
 class Event:
-    """``kind``: "stopped" (it was continued) or "hung". ``said`` is one sentence, ``lines`` what stands below it."""
+    """An event of a process.
+
+    ``kind`` is "stopped" (it was continued) or "hung". ``said`` is one sentence; ``lines`` are printed below
+    it."""
 
     kind: str
     said: str
@@ -73,7 +77,7 @@ class Event:
 
 
 class Watched:
-    """One start of the program, whose pulses are in ``folder``."""
+    """The processes of one start of the program, whose heartbeat pages are in ``folder``."""
 
     def __init__(self, folder: str, now: float, floor_s: float | None = None) -> None:
         self.folder, self.floor_s = folder, floor_s
@@ -82,7 +86,7 @@ class Watched:
         self._looked = now
         self._gone: set[int] = set()
 
-    # -- what is known ------------------------------------------------------------------------------------------------------
+    # -- what is known ---------------------------------------------------------------------------------------
 
     @property
     def living(self) -> list[Process]:
@@ -102,22 +106,22 @@ class Watched:
 
     @property
     def saves(self) -> int:
-        """Those that were written after a step: some scripts save as they begin."""
+        """The number of checkpoints written after a step; some scripts save at the start."""
         return sum(process.page[SAVES] for process in self.all.values() if process.page[SAVED_AT] or process.page[SAVED])
 
     def kept(self, base: int) -> int:
-        """Steps that are in the newest save, where the program went on from ``base``; 0 where there is none."""
+        """Return the step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
         found = [process.page for process in self.all.values() if process.page[SAVES]]
         return max((page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT] for page in found if page[SAVED] or page[SAVED_AT]), default=0)
 
     def word(self, place: int) -> int:
         return max((process.page[place] for process in self.all.values()), default=0)
 
-    # -- looking ------------------------------------------------------------------------------------------------------------
+    # -- looking ---------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> list[Event]:
-        """What is to be said and done now. Called every LOOK_S."""
-        if now - self._looked > 8 * LOOK_S:  # we were held ourselves, or the machine slept
+        """Poll the processes, and return the events to handle. Call it every LOOK_S."""
+        if now - self._looked > 8 * LOOK_S:  # the supervisor was stopped, or the machine slept
             self._pass_over(now, now - self._looked)
         self._looked = now
         self._find(now)
@@ -132,7 +136,7 @@ class Watched:
         return [*self._stopped(now), *self._hung(now)]
 
     def held(self, now: float) -> None:
-        """Everything was stopped for a while, on purpose."""
+        """Record that everything was stopped for a while on purpose."""
         self._pass_over(now, now - self._looked)
         self._looked = now
 
@@ -148,7 +152,7 @@ class Watched:
                 try:
                     self.all[int(number)] = Process(Seen(os.path.join(self.folder, name)), Silence(now, self.floor_s))
                 except (OSError, ValueError):
-                    continue  # it is being made
+                    continue  # it is being created
 
     def _stopped(self, now: float) -> list[Event]:
         found = []
@@ -202,7 +206,10 @@ class Watched:
         return process.silence.limit_s if process.page[STEPS] else max(process.silence.limit_s, FLOORS_S[IMPORTED])
 
     def _ask(self, processes: Sequence[Process], now: float) -> None:
-        """For its stack only before it is judged, or where it computes: a call that waits in C may end early by a signal (sleep(3))."""
+        """Inspect the processes.
+
+        Stacks are requested only before the verdict, or if the process computes: the signal may interrupt a
+        call that waits in C (sleep(3))."""
         for process in processes:
             state = state_of(process.pid)
             wants = self._rounds == len(ASK_AT) or (bool(process.looks) and _used_s(process.looks[-1].state, state) > 0)
@@ -216,12 +223,12 @@ class Watched:
                     look.stack = look.asked.answer()
 
     def _label(self, process: Process, now: float) -> None:
-        """What it does beside its own word for it, by its newest look."""
+        """Set the activity of a process from its newest inspection, beyond what it reports itself."""
         if not process.looks:
             return
         last, silence = process.looks[-1], process.silence
         if last.asked is None or (last.stack is None and now - last.at < 2 * LOOK_S):
-            return  # it was not asked, or has not answered yet
+            return  # the stack was not requested or has not arrived yet
         doing: str | None
         if last.state is not None and last.state.letter == "t":
             doing = WAITS_FOR_DEBUGGER
@@ -231,11 +238,11 @@ class Watched:
             doing = READING_CODE
         else:
             doing = AT_WORK if silence.doing == AT_WORK and _works_elsewhere(process) else None
-        if doing is None and silence.doing is not None:  # its limit counts from when it was last seen at it
+        if doing is None and silence.doing is not None:  # the limit restarts at the last inspection
             silence.since, self._rounds = last.at, 0
         silence.doing = doing
 
-    # -- naming -------------------------------------------------------------------------------------------------------------
+    # -- naming ----------------------------------------------------------------------------------------------
 
     def _named(self, group: Sequence[Process], now: float) -> Event:
         guilty = _waited_for(group)
@@ -243,13 +250,13 @@ class Watched:
             if process.page[PHASE] in (LOADING, OPENING) and (found := self._guilty_workers(process)):
                 number, worker = found[0]
                 more = f" (and {len(found) - 1} more workers)" if len(found) > 1 else ""
-                return self._event(process, worker, f"loader worker {number} (process {worker.pid}) of {process.title}{more} has given no batch", now)
+                return self._event(process, worker, f"loader worker {number} (process {worker.pid}) of {process.title}{more} has returned no batch", now)
         first = guilty[0]
         others = len(group) - len(guilty)
-        title = " and ".join(process.title for process in guilty) if len(guilty) <= 4 else f"{len(guilty)} processes, {first.title} among them,"
+        title = " and ".join(process.title for process in guilty) if len(guilty) <= 4 else f"{len(guilty)} processes, including {first.title},"
         verb = "have" if len(guilty) > 1 else "has"
         waiting = f"; {others} other{'s wait' if others > 1 else ' waits'} for it" if others else ""
-        what = f"{title} {verb} ended no step" if first.page[STEPS] else f"{title} {verb} not come to a first step"
+        what = f"{title} {verb} finished no step" if first.page[STEPS] else f"{title} {verb} not reached a first step"
         return self._event(first, first, what, now, waiting)
 
     def _event(self, process: Process, looked_at: Process, what: str, now: float, waiting: str = "") -> Event:
@@ -258,7 +265,7 @@ class Watched:
         silent_s, step = process.silence.lasts_s(now), process.page[STEPS]
         doing = IN_WORDS.get(process.silence.kind, "")
         does = state.words if state is not None else "is gone"
-        place = stack.words if stack is not None else "which Python line it is in cannot be told: it does not answer"
+        place = stack.words if stack is not None else "its Python line is unknown, because it does not respond"
         lines = [f"    {frame.words}" for frame in stack.shown] if stack is not None else []
         children = children_of(looked_at.pid) if stack is None else []
         if children:
@@ -269,7 +276,9 @@ class Watched:
         return Event("hung", said, looked_at.pid, process.page.rank, step, silent_s, own.words if own is not None else place, tuple(lines))
 
     def _workers_of(self, process: Process) -> dict[int, Process]:
-        """Its loader workers that live and can be asked, by number. Of several loaders the one that was begun last counts."""
+        """Return its running loader workers that can be asked for a stack.
+
+        Of several loaders, the one started last counts."""
         try:
             lines = Path(self.folder, f"workers.{process.pid}").read_text(encoding="ascii").splitlines()
         except OSError:
@@ -296,7 +305,7 @@ class Watched:
         return next((int(line.split()[0]) for line in reversed(lines) if line.endswith(f" {pid}")), None)
 
     def _guilty_workers(self, process: Process) -> list[tuple[int, Process]]:
-        """Those that have work, or do not say what they do."""
+        """Return the workers that are fetching, or whose stack is unknown."""
         found = []
         for pid, worker in self._workers_of(process).items():
             state = state_of(pid)
@@ -306,7 +315,9 @@ class Watched:
 
 
 def _works_elsewhere(process: Process) -> bool:
-    """It computes, and what it is in changes from look to look; a loop that never ends stays in its function."""
+    """Return whether the process computes and changes its function between inspections.
+
+    An endless loop stays in its function."""
     looks = [look for look in process.looks if look.stack is not None and look.state is not None]
     if len(looks) < 2:
         return False
@@ -315,7 +326,7 @@ def _works_elsewhere(process: Process) -> bool:
 
 
 def _used_s(before: State | None, now: State | None) -> float:
-    """Processor time between two looks."""
+    """Return the CPU time between two inspections."""
     return (now.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") if before is not None and now is not None else 0.0
 
 
@@ -324,7 +335,9 @@ def _place(look: Look) -> tuple[tuple[str, str], ...]:
 
 
 def _waited_for(group: Sequence[Process]) -> list[Process]:
-    """Of processes that wait for each other, those that do not wait: the stopped, else the furthest behind, else what is not in an exchange."""
+    """Return the processes that the others wait for.
+
+    Those are the stopped ones, else those furthest behind, else those not in a collective."""
     if len(group) == 1:
         return list(group)
     states = {process.pid: state_of(process.pid) for process in group}

@@ -1,7 +1,7 @@
-"""Watches the ranks of a launch until the last one has ended: hears how each ends, ends the others when one has failed, passes signals on.
+"""Monitor the ranks of a launch: record their exits, end the others after a failure, forward signals.
 
-Everything comes through one epoll, which gives events in the order in which they happened: ends of processes (pidfd), the bell that ranks ring when they
-fail, signals. Which rank was first must not depend on how long we have slept.
+All events come through one epoll, in the order in which they happened: process exits (pidfd), the event FIFO
+that failing ranks write to, and signals. So the rank that failed first does not depend on when we wake up.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from flatout.launch.failure import ENDED, FAILING, LEAVING, Sign
 from flatout.launch.hearing import ASKING_TO_END, Heard, Signals, hold
 from flatout.launch.rank import Rank
 
-KILL_S = 1.5  # from the first failure on: with what killing takes, all is gone within two seconds
-SECOND_LOOK_S = 0.25  # for a cause, where the first to be heard has only lost another rank
-SILENCE_S = 30.0  # of ranks that go on without rank 0
-ONE_PRESS_S = 0.4  # `timeout` sends its signal twice
+KILL_S = 1.5  # after the first failure: with the time to kill, everything has exited within 2 s
+SECOND_LOOK_S = 0.25  # to wait for the cause, if the first failing rank only lost another one
+SILENCE_S = 30.0  # after rank 0 has exited, until the ranks still running are reported
+ONE_PRESS_S = 0.4  # signals within this time count as one: `timeout` sends its signal twice
 STUCK_S = 5.0
 
 
 class Watch:
-    """``signs`` are what was heard of the ranks, in order. ``asked`` is the signal by which a person has asked for the end, None where nobody has.
+    """The monitor of a launch.
 
-    ``shares_group``: the ranks are in our process group, so what is typed at the terminal reaches them without us.
+    ``signs`` are the events of the ranks, in order. ``asked`` is the signal by which the user requested the
+    exit, or None. ``shares_group``: the ranks are in our process group, so signals typed at the terminal
+    reach them directly.
     """
 
     def __init__(self, ranks: Sequence[Rank], folder: Path, bell: Bell, signals: Signals, shares_group: bool, say: Callable[[str], None]) -> None:
@@ -35,8 +37,8 @@ class Watch:
         self.asked: int | None = None
         self._passed: set[int] = set()
         self._may_insist = False
-        self.every_s: float | None = None  # how often `looked` is called though nothing has happened; None: never
-        self._failing = self._ending = self._stuck = False  # a failure was seen; the others were told; the kernel does not let go of some
+        self.every_s: float | None = None  # how often `looked` is called without events; None: never
+        self._failing = self._ending = self._stuck = False  # a rank failed; the others were asked to exit; some cannot be killed
 
     def until_the_end(self) -> None:
         ends = {rank.end: rank for rank in self.ranks if rank.end >= 0}
@@ -57,15 +59,15 @@ class Watch:
                 self.looked()
 
     def looked(self) -> None:
-        """For who has more to watch over than what is heard."""
+        """Called after each round of events; subclasses override it to poll."""
 
     def _living(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.lives]
 
-    # -- what comes -------------------------------------------------------------------------------------------------
+    # -- what comes ------------------------------------------------------------------------------------------
 
     def _rung(self, word: str = "", number: str = "", pid: str = "", first: str = "") -> None:
-        """A rank has said something, or one of the programs that it has started; or a time is over."""
+        """Handle a line of the event FIFO: from a rank, a program that a rank started, or a timer."""
         if word == "timer":
             self._timed(number)
         if not number.isdigit() or int(number) >= len(self.ranks):
@@ -73,7 +75,7 @@ class Watch:
         rank = self.ranks[int(number)]
         own = pid == str(rank.process.pid)
         if word == FAILING or (word == LEAVING and own):
-            before = [at for at, sign in enumerate(self.signs) if first and sign.kind == FAILING]  # it was first, but did not ring as fast
+            before = [at for at, sign in enumerate(self.signs) if first and sign.kind == FAILING]  # it failed first, but wrote later
             self.signs.insert(min(before, default=len(self.signs)), Sign(rank.number, word, own=own, told=rank.told))
         elif word == "words" and own and not rank.told:
             self._failure_seen(rank)
@@ -108,7 +110,7 @@ class Watch:
             return
         self.signs.append(Sign(rank.number, ENDED, code, told=rank.told, killed=rank.killed))
         if -code in self._passed and not self._failing and self.asked is None:
-            self.asked = -code  # a signal that it did not handle was meant to end it
+            self.asked = -code  # an unhandled signal counts as a request to exit
         if code != 0 and not rank.told:
             self._failure_seen(rank)
         if rank.number == 0 and not self._failing:
@@ -122,19 +124,21 @@ class Watch:
         elif word == "insist":
             self._may_insist = True
         elif word == "silence" and not self._failing:
-            self.say(f"flatout: rank 0 has ended {SILENCE_S:.0f} s ago, and these still run: {self._titles()}. Waiting for them; Ctrl-C ends them.")
+            self.say(f"flatout: rank 0 exited {SILENCE_S:.0f} s ago; still running: {self._titles()}. Waiting for them; Ctrl-C ends them.")
         elif word == "stuck":
             self._stuck = True
-            self.say(f"flatout: {self._titles()} cannot be killed: the kernel holds them, mostly for a driver or a file system. "
+            self.say(f"flatout: {self._titles()} cannot be killed: stuck in the kernel, usually in a driver or a file system. "
                      "`ps -o pid,stat,wchan` shows where.")
 
     def _titles(self) -> str:
         return ", ".join(rank.title for rank in self._living())
 
-    # -- what follows -----------------------------------------------------------------------------------------------
+    # -- what follows ----------------------------------------------------------------------------------------
 
     def _failure_seen(self, rank: Rank) -> None:
-        """The first one ends the launch. One that has only lost another rank may be heard before the one that was lost, which then has a moment left."""
+        """End the launch after the first failure.
+
+        A rank that only lost another one may be observed before the lost rank, so that one gets a moment."""
         if self.asked is not None or self._ending:
             return
         if not self._failing:
@@ -146,7 +150,9 @@ class Watch:
             self._end_others()
 
     def _end_others(self) -> None:
-        """Those who are on their way out by themselves have until the kill: how they end is what we want to know."""
+        """Ask the other ranks to exit.
+
+        Ranks that are already exiting have until the kill: their exit codes matter."""
         if self._ending:
             return
         self._ending = True
@@ -155,7 +161,7 @@ class Watch:
             if rank.number not in leaving:
                 rank.told = True
                 rank.signal(signal.SIGTERM)
-                rank.signal(signal.SIGCONT)  # one that is held would not hear of it
+                rank.signal(signal.SIGCONT)  # a stopped rank would not receive it
 
     def _kill(self) -> None:
         for rank in self._living():

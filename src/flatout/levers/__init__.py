@@ -1,6 +1,6 @@
-"""Room 2: one optimisation a file, and the table that lists them in the order in which they act.
+"""The levers: one optimisation per file, and the table that lists them in the order in which they act.
 
-Adding a lever is one file and one line here.
+To add a lever, add one file and one line here.
 """
 
 from flatout.levers.allocator import LEVER as allocator

@@ -1,9 +1,9 @@
 """Let the CUDA caching allocator grow its segments instead of adding new ones.
 
 What it does: starts the program with PYTORCH_ALLOC_CONF=expandable_segments:True.
-Why it is faster: tensors of changing sizes no longer split memory into pieces that nothing fits into, so the allocator
-    does not have to return its cache to the driver and ask again in the middle of a step.
-When it does not help: where every step has the same shapes; without a CUDA device it does nothing at all.
+Why it is faster: tensors of changing sizes no longer fragment memory. The allocator no longer has to return
+    its cache to the driver and allocate again in the middle of a step.
+When it does not help: every step has the same shapes. Without a CUDA device it has no effect.
 What it can change: nothing; the values in memory are the same.
 Evidence: measured on your program before it is kept.
 Sources: PyTorch documentation, "CUDA semantics", section "Optimizing memory usage with PYTORCH_ALLOC_CONF".
@@ -22,11 +22,11 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     on_cuda = scene is not None and scene.device_type == "cuda"
-    if not facts.cuda and not on_cuda:  # the program may be on a device that was not listed
+    if not facts.cuda and not on_cuda:  # the program may use a device that is not listed
         return Skip("no CUDA device was found on this machine")
     name = next((name for name in VARIABLES if facts.environment.get(name)), None)
     if name is not None:
-        return Skip(f"the environment sets {name} already; unset it to have this lever measured")
+        return Skip(f"the environment sets {name} already; unset it to measure this lever")
     if scene is not None and scene.parameters and not on_cuda:
         return Skip("no parameter of the program is on a CUDA device")
     return Options((True,))

@@ -1,15 +1,20 @@
-"""Compute attention that is written by hand with torch's fused kernel, found by structure.
+"""Replace hand-written attention by torch's fused kernel.
 
-What it does: in modules whose forward multiplies matrices and takes a softmax, softmax(scale * q @ k' + mask) @ v becomes one call of
-    scaled_dot_product_attention. A causal mask that stays the same is recognised and not read any more. Weights that the script returns or looks at are
-    computed as it wrote them. Under the lever compile the graph is changed before it is compiled. Evaluation is left alone.
-Why it is faster: weights of heads x length x length are neither written nor read again, forward and backward; what a causal mask hides is not computed.
-When it does not help: dropout on the attention weights, which would draw other random numbers; short sequences; layers that have it already
-    (nn.TransformerEncoderLayer); weights that are read at every step. On a CPU it depends on the sizes.
-What it can change: rounding. Backward passes of some CUDA kernels add in no fixed order unless torch.use_deterministic_algorithms(True) is called.
-    A row that an added mask of large numbers hides altogether gives queries and keys no gradient. What weights are made of must not be changed in
-    place before they are used, which is an error then.
-Evidence: estimated at 1.2 to 1.4 times for a 124M GPT on a GPU, and not measured there; measured on your program before it is kept.
+What it does: finds modules whose forward multiplies matrices and takes a softmax. In them, it replaces
+    softmax(scale * q @ k' + mask) @ v by one call of scaled_dot_product_attention. It recognises a constant
+    causal mask and no longer reads it. Attention weights that the script returns or reads are computed as
+    written. With the lever compile, it changes the graph before compilation. Evaluation is unchanged.
+Why it is faster: weights of heads x length x length are neither written nor read, forward and backward.
+    Entries that a causal mask hides are not computed.
+When it does not help: dropout on the attention weights, because the fused kernel draws other random numbers;
+    short sequences; layers that use it already (nn.TransformerEncoderLayer); weights that are read at every
+    step. On a CPU it depends on the sizes.
+What it can change: rounding. Backward passes of some CUDA kernels add in no fixed order unless
+    torch.use_deterministic_algorithms(True) is called. A row that an additive mask of large numbers hides
+    completely gives queries and keys no gradient. Changing the inputs of the weights in place before the
+    weights are used raises an error.
+Evidence: estimated at 1.2 to 1.4 times for a 124M GPT on a GPU, and not measured there;
+    measured on your program before it is kept.
 Sources: Dao et al., FlashAttention, 2022; torch.nn.functional.scaled_dot_product_attention documentation.
 """
 
@@ -26,16 +31,16 @@ from flatout.plan.words import Effect, Moment
 PATIENCE_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
-MOST_FUNCTIONS = 64  # of a script that one forward leads to
+MOST_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, and the compiler recognises attention in its own way")
+        return Skip("the script compiles the model or a part of it, and the compiler recognises attention itself")
     if scene.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and fused attention has no second derivative")
     if not _writers(scene):
-        return Skip("no module of the model multiplies matrices and takes a softmax in its own forward")
+        return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
     return Options((True,))
 
 
@@ -77,14 +82,14 @@ def _watched(torch: Any, watch: Any) -> Any:
 
 def _why_nothing(watches: list[Any]) -> str:
     if any(watch.drops for watch in watches):
-        return "the script drops attention weights at random (dropout), and the fused kernel would draw other random numbers"
+        return "the script applies dropout to attention weights, and the fused kernel would draw other random numbers"
     if any(watch.calls for watch in watches):
-        return "the attention of this program is computed by scaled_dot_product_attention already"
-    return "the attention of this program is written in no way that is known, or its weights are looked at, so nothing was replaced"
+        return "this program already computes attention by scaled_dot_product_attention"
+    return "nothing was replaced: the form of this program's attention is unknown, or the program reads its attention weights"
 
 
 def _writers(scene: Any) -> list[Any]:
-    """Modules whose own forward, or a function of the script that it calls, multiplies matrices and takes a softmax."""
+    """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
     nn, script, found, known = scene.torch.nn, scene.torch.jit.ScriptModule, {}, {}
     for root in scene.roots:
         for module in root.modules():
@@ -99,7 +104,10 @@ def _writers(scene: Any) -> list[Any]:
 
 
 def _writes(kind: Any) -> tuple[bool, bool]:
-    """Whether the forward of this class takes a softmax, and whether it multiplies matrices; not what torch's own classes do."""
+    """Whether the forward of this class takes a softmax, and whether it multiplies matrices.
+
+    Torch's own classes do not count.
+    """
     softmax = product = False
     waiting = [getattr(kind, "forward", None)]
     seen: set[FunctionType] = set()
@@ -112,7 +120,7 @@ def _writes(kind: Any) -> tuple[bool, bool]:
             softmax |= not SOFTMAX.isdisjoint(code.co_names)
             product |= not PRODUCTS.isdisjoint(code.co_names) or any(each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code))
             waiting += [function.__globals__.get(name) or getattr(kind, name, None) for name in code.co_names]
-            if "forward" in code.co_names:  # perhaps that of a class that this one is made from
+            if "forward" in code.co_names:  # perhaps the forward of a base class
                 waiting += [vars(base).get("forward") for base in kind.__mro__]
         waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     return softmax, product
@@ -127,12 +135,12 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _codes(code: CodeType) -> list[CodeType]:
-    """This one and those of the functions inside it."""
+    """This code object and those of the functions inside it."""
     return [code, *(each for constant in code.co_consts if isinstance(constant, CodeType) for each in _codes(constant))]
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Leaves the kernel's own scale on top of the script's."""
+    """Applies the kernel's default scale on top of the script's scale."""
     functional = scene.torch.nn.functional
     really = functional.scaled_dot_product_attention
 
@@ -147,7 +155,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 
 def code(value: Value) -> str:
     return ("y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or attn_mask=mask, True where a key is kept\n"
-            "# in place of F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf), -1) @ v")
+            "# instead of F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf), -1) @ v")
 
 
 LEVER = Lever("attention", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)

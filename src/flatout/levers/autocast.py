@@ -1,15 +1,19 @@
-"""Compute in half precision where it is safe: bfloat16, or float16 with a loss scale where bfloat16 is not native.
+"""Compute in bfloat16 where it is safe, or in float16 with loss scaling where bfloat16 is not native.
 
-What it does: runs the forward of each root module under torch.autocast and hands the script float32 again. Softmax, norms, sums, losses and the
-    rest of the operators that CUDA's autocast keeps in float32 stay there on every device, and so does the mean over all elements. With float16,
-    backward passes start from a scaled loss, gradients are unscaled at the parameters, and a step with infinite gradients is
-    left out.
-Why it is faster: Tensor Cores (and AMX on CPUs) multiply half precision at twice to sixteen times the rate, and half the
-    bytes move.
-When it does not help: processors without bfloat16 instructions (0.61x to 0.89x on such CPUs); models made of small operations.
-What it can change: products, which have two (bfloat16) or three (float16) decimal digits; parameters, their updates and losses stay float32.
-Evidence: a 124M GPT 1.60x over TF32 (A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program before it is kept.
-Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micikevicius et al., Mixed Precision Training, 2018.
+What it does: runs the forward of each root module under torch.autocast and returns float32 to the script.
+    Softmax, norms, sums, losses and the other operators that CUDA's autocast keeps in float32 stay in float32
+    on every device. So does the mean over all elements. With float16, backward passes start from a scaled
+    loss, gradients are unscaled at the parameters, and a step with infinite gradients is skipped.
+Why it is faster: Tensor Cores (and AMX on CPUs) multiply half precision at two to sixteen times the rate, and
+    only half the bytes move.
+When it does not help: processors without bfloat16 instructions (0.61x to 0.89x on such CPUs); models made of
+    small operations.
+What it can change: products, which have two (bfloat16) or three (float16) decimal digits. Parameters, their
+    updates and losses stay in float32.
+Evidence: a 124M GPT 1.60x over TF32 (A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program
+    before it is kept.
+Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micikevicius et al., Mixed
+    Precision Training, 2018.
 """
 
 from __future__ import annotations
@@ -29,21 +33,21 @@ STEPS_BEFORE_GROWTH = 2000  # as GradScaler
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
     if scene.autocast_seen:
-        return Skip("the program trains under autocast already")
+        return Skip("the program already trains under autocast")
     if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
     others = sorted({str(p.dtype) for p in scene.parameters if p.dtype != torch.float32})
     if others:
         return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
     if scene.device_type == "cuda":
         if torch.cuda.get_device_capability(scene.device)[0] >= 8:
             return Options(("bfloat16",))
-        return Skip("the program scales its losses with a GradScaler already") if scene.scalers else Options(("float16",))
+        return Skip("the program already scales its losses with a GradScaler") if scene.scalers else Options(("float16",))
     if scene.device_type == "cpu":
         if not {"amx_bf16", "avx512_bf16", "bf16"} & set(facts.cpu_flags):
             return Skip("this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them")
         return Options(("bfloat16",))
-    return Skip(f"the parameters are on {scene.device_type}, where autocast was never measured")
+    return Skip(f"the parameters are on {scene.device_type}, where flatout has not measured autocast")
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -68,7 +72,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _float32(torch: Any, output: Any) -> Any:
-    """What leaves the module is float32: F.binary_cross_entropy and .numpy() refuse anything less."""
+    """Convert outputs to float32: F.binary_cross_entropy and .numpy() reject half precision."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if type(output) is dict:
@@ -79,10 +83,11 @@ def _float32(torch: Any, output: Any) -> Any:
 
 
 class _LossScale:
-    """Each backward pass starts from a multiple of the loss, and every gradient is divided where it reaches a leaf.
+    """Starts backward passes from a multiple of the loss and divides each gradient at its leaf.
 
-    The script never sees a scaled number: not in its loss, its gradients, its clipping. All ways from the loss to a
-    parameter are scaled alike, also those past the module (a penalty on the weights) and through two modules (a GAN).
+    The script never sees a scaled number in its loss, its gradients or its clipping. All paths from the loss
+    to a parameter are scaled alike, also those that bypass the module (a weight penalty) or pass two modules
+    (a GAN).
     """
 
     def __init__(self, scene: Any, ledger: Any) -> None:
@@ -91,7 +96,7 @@ class _LossScale:
         self.torch = scene.torch
         self.scale = FIRST_SCALE
         self.good_steps = 0
-        self._overflow: dict[Any, Any] = {}  # by device, whether a gradient was infinite: on the device, and read once a step
+        self._overflow: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
         self._inside = False
         self._hooked: Any = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in scene.parameters)
         ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
@@ -117,7 +122,7 @@ class _LossScale:
         return backward_from_scaled
 
     def unscale_leaves(self, inputs: Any) -> None:
-        """Inputs whose gradient the script wants (an adversarial example, an image that is optimised)."""
+        """Unscale inputs whose gradient the script needs, such as an adversarial example."""
         for part in inputs:
             for tensor in part.values() if isinstance(part, dict) else part:
                 if isinstance(tensor, self.torch.Tensor) and tensor.is_leaf and tensor.requires_grad and tensor not in self._hooked:
@@ -131,7 +136,7 @@ class _LossScale:
         return grad.masked_fill(infinite, 0.0)
 
     def _guarded(self, step: Any) -> Any:
-        @wraps(step)  # learning-rate schedulers look for their mark on it, and warn where it is gone
+        @wraps(step)  # keeps the mark of learning-rate schedulers, which warn if it is missing
         def step_unless_overflow(*args: Any, **kwargs: Any) -> Any:
             overflow, self._overflow = any(bool(infinite) for infinite in self._overflow.values()), {}
             if overflow:
@@ -145,7 +150,7 @@ class _LossScale:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Half precision whose gradients are scaled and never unscaled."""
+    """Scales half-precision gradients and never unscales them."""
     for p in scene.parameters:
         ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
     return ledger.restore

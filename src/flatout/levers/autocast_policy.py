@@ -1,13 +1,14 @@
-"""Which operators autocast keeps in float32: on every device those of CUDA's list.
+"""Keep the operators of CUDA's autocast list in float32 on every device.
 
-torch.autocast("cpu") has a shorter list than torch.autocast("cuda"): softmax, log_softmax, layer_norm, exp, log, pow, sum, norm and others give bfloat16
-there (torch 2.14), so that a loss that is computed from them has 8 significant bits. ``keep_float32`` registers the missing kernels at the dispatch key of
-the CPU's autocast. Every call passes that key while autocast is on: functions, methods, TorchScript, checkpoints, graphs as they are traced. Nothing else
-does. A kernel converts its inputs and calls the operator again with that key excluded, as torch's own do.
+torch.autocast("cpu") has a shorter list than torch.autocast("cuda"). There, softmax, log_softmax, layer_norm,
+exp, log, pow, sum, norm and others return bfloat16 (torch 2.14), so a loss computed from them has 8
+significant bits. ``keep_float32`` registers the missing kernels at the dispatch key of the CPU's autocast.
+While autocast is on, every call passes that key: functions, methods, TorchScript, checkpoints, and graphs as
+they are traced. No other call does. A kernel converts its inputs and calls the operator again with that key
+excluded, as torch's own kernels do.
 
-The lists are those of aten/src/ATen/autocast_mode.h. One operator is added on all devices: the mean over all elements, whose sum is in CUDA's list, and
-which is a loss more often than not.
-"""
+The lists come from aten/src/ATen/autocast_mode.h. One operator is added on all devices: the mean over all
+elements. Its sum is in CUDA's list, and it is usually a loss. """
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FLOAT32 = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList", "norm.Scalar", "norm.ScalarOpt_dim",
 )
-# AT_FORALL_PROMOTE. Most of them expect one dtype, and would raise where float32 from above meets bfloat16.
+# AT_FORALL_PROMOTE. Most of them expect one dtype and would raise if float32 from above meets bfloat16.
 WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add")
 ADDED = ("mean",)
 TAG = "flatout: float32 as autocast of CUDA"
@@ -38,7 +39,7 @@ Kernel = Callable[..., Any]
 
 
 class _Registration:
-    """The kernels of one dispatch key. They belong to the process, and so are shared by all who ask for them at the same time."""
+    """The kernels of one dispatch key. They belong to the process, so all concurrent users share them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -50,7 +51,8 @@ class _Registration:
             self._users += 1
             if self._users == 1:
                 library = torch.library.Library("aten", "IMPL")
-                self._held.callback(library._destroy)  # as torch.library._scoped_library does; a generator would complain where the process ends first
+                # As torch.library._scoped_library does; a generator would complain if the process ends first.
+                self._held.callback(library._destroy)
                 for op, kernel in _missing(torch, key):
                     library.impl(op, kernel, key)
                 self._held.enter_context(_tagged(torch))
@@ -63,7 +65,10 @@ class _Registration:
 
 
 def _tagged(torch: Any) -> AbstractContextManager[Any]:
-    """AOTAutograd's cache on the disk knows graphs as they were before autocast: without a tag it would give those of another policy."""
+    """Tag AOTAutograd's disk cache, which stores graphs before autocast.
+
+    Without a tag it would return graphs of another policy.
+    """
     config = torch.compiler.config
     if not hasattr(config, "cache_key_tag"):
         return nullcontext()
@@ -75,17 +80,18 @@ _REGISTRATIONS = {device: _Registration() for device in KEYS}
 
 
 def keep_float32(torch: Any, device: str, ledger: Any) -> None:
-    """Until the ledger is restored, autocast on ``device`` ("cpu" or "cuda") gives float32 where CUDA's autocast does.
+    """Until the ledger is restored, autocast on ``device`` keeps what CUDA keeps in float32.
 
-    Costs 3 ms the first time and 1 ms from then on; each call of such an operator takes 3 to 6 us longer (torch 2.14, one core of an Intel Xeon with AMX).
+    ``device`` is "cpu" or "cuda". This costs 3 ms the first time and 1 ms each later time. Each call of such
+    an operator takes 3 to 6 us longer (torch 2.14, one core of an Intel Xeon with AMX).
     """
     registration = _REGISTRATIONS[device]
-    ledger.call(f"kernels at {KEYS[device]}", registration.end)  # first, so that a registration that fails half-way is undone as well
+    ledger.call(f"kernels at {KEYS[device]}", registration.end)  # first, so that it also undoes a partial registration
     registration.begin(torch, KEYS[device])
 
 
 def _missing(torch: Any, key: str) -> Iterator[tuple[Any, Kernel]]:
-    """The operators of the lists for which this torch has no kernel at the key, and the kernel of each."""
+    """The listed operators for which this torch has no kernel at the key, each with its kernel."""
     for names, kernel_of in ((FLOAT32 + ADDED, _in_float32), (WIDEST, _in_widest)):
         for name in names:
             packet, _, overload = name.partition(".")
@@ -95,7 +101,7 @@ def _missing(torch: Any, key: str) -> Iterator[tuple[Any, Kernel]]:
 
 
 def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
-    """Half precision is converted."""
+    """A kernel that converts half precision to float32."""
     again, halves, float32, plain = _without_autocast(torch, op, key), (torch.bfloat16, torch.float16), torch.float32, torch.Tensor
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +111,7 @@ def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
 
 
 def _in_widest(torch: Any, op: Any, key: str) -> Kernel:
-    """Half precision is converted where it meets float32."""
+    """A kernel that converts half precision to float32 if another input is float32."""
     again, convert, float32, plain = _without_autocast(torch, op, key), _in_float32(torch, op, key), torch.float32, torch.Tensor
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,21 @@
-"""Give the training DataLoader another batch size.
+"""Change the batch size of the training DataLoader.
 
-What it does: makes one DataLoader with so many samples a batch: `{size = 64, loader = 0}`, where `loader` counts the DataLoaders in the order in which
-    the program makes them, 0 where it is left out. Loaders that are made in the same way later (each epoch, say) get it too; all others, those of an
-    evaluation among them, stay. A trial tells which loader trains: the one that the last batch before each backward pass came from. Order, sampler,
-    collation and `drop_last` stay; a BatchSampler of torch's own is made anew. Learning rate, schedule and number of steps stay the script's.
-Why it is faster: a device that is not full does a larger batch in nearly the same time, and what each step costs is paid by more samples.
-When it does not help: a machine that is full already does twice the batch in twice the time, or more where caches overflow; a loader that is the wall.
-What it can change: what is learned. Gradients are means over more samples and there are fewer steps in an epoch, so it is only used by name,
-    never by the tuner. Scripts that write their batch size down elsewhere (a hidden state, a reshape) may fail under it.
+What it does: creates one DataLoader with the given batch size: `{size = 64, loader = 0}`. `loader` is the
+    position of the DataLoader in the order in which the program creates them; the default is 0. Loaders
+    created later in the same way (each epoch, say) get the size too. All others, including those for
+    evaluation, are unchanged. A trial identifies the training loader: it delivers the last batch before each
+    backward pass. Order, sampler, collation and `drop_last` stay; torch's own BatchSampler is created again.
+    Learning rate, schedule and number of steps stay as the script sets them.
+Why it is faster: an underused device processes a larger batch in nearly the same time, and more samples share
+    the fixed cost of a step.
+When it does not help: a fully used device takes twice the time for twice the batch, or more if caches
+    overflow; a loader that is the bottleneck.
+What it can change: what the model learns. Gradients are means over more samples, and an epoch has fewer
+    steps. So you select it by name; the tuner never does. Scripts that hard-code their batch size elsewhere
+    (a hidden state, a reshape) may fail.
 Evidence: none in general; measured on your program by `flatout batch`.
-Sources: torch.utils.data documentation, "Loading Batched and Non-Batched Data"; McCandlish et al. 2018, "An Empirical Model of Large-Batch Training".
+Sources: torch.utils.data documentation, "Loading Batched and Non-Batched Data"; McCandlish et al. 2018, "An
+    Empirical Model of Large-Batch Training".
 """
 
 from __future__ import annotations
@@ -22,18 +28,18 @@ from flatout.plan.words import Effect, Moment
 
 NAME = "batch_size"
 BATCHES_ITSELF = "the training DataLoader does not make batches (batch_size=None); the data set or the script does"
-OWN_SAMPLER = "the training DataLoader has a sampler ({name}) that is not torch's own and may depend on the batch size"
-OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that chooses the batch size itself"
+OWN_SAMPLER = "the training DataLoader has a sampler ({name}) of its own, which may depend on the batch size"
+OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that sets the batch size"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # before the first loader is made nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
     if not scene.loaders:
-        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+        return Skip("this process created no torch DataLoader, so its batches come from another source")
     trains = scene.training_loader
     if trains is None:
-        return Skip("no backward pass came after a batch that was taken with gradients enabled, so no DataLoader is known to train")
+        return Skip("no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown")
     size = scene.loaders[trains]["batch_size"]
     live = next((loader for loader in scene.training_loaders if scene.number_of_loader(loader) == trains), next(iter(scene.training_loaders), None))
     made = resized(_arguments(live), 1) if live is not None else {}
@@ -45,7 +51,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def _arguments(loader: Any) -> dict[str, Any]:
-    """Those that decide on batches. A loader that was given a size has made a BatchSampler for itself."""
+    """The arguments that set the batches. A loader that received a size has created its own BatchSampler."""
     if loader.batch_size is None and loader.batch_sampler is not None:
         return {"batch_sampler": loader.batch_sampler}
     return {"sampler": loader.sampler, "batch_size": loader.batch_size}
@@ -60,15 +66,15 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 def _read(value: Value) -> tuple[int, int]:
     """Size and loader. Raises TypeError."""
     if not isinstance(value, dict) or not {"size"} <= value.keys() <= {"size", "loader"}:
-        raise TypeError(f"the value of batch_size is a table such as {{size = 64}} or {{size = 64, loader = 1}}, not {value!r}")
+        raise TypeError(f"the value of batch_size must be a table such as {{size = 64}} or {{size = 64, loader = 1}}, not {value!r}")
     size, loader = value["size"], value.get("loader", 0)
     if not (type(size) is int and size > 0 and type(loader) is int and loader >= 0):
-        raise TypeError(f"size is a whole number from 1 on, loader one from 0 on, not {value!r}")
+        raise TypeError(f"size must be an integer >= 1 and loader an integer >= 0, not {value!r}")
     return size, loader
 
 
 class _Rule:
-    """Counts the loaders that are made. One that is made in the same way as the one meant is that one again."""
+    """Counts the loaders as they are created. Loaders created like the selected one count as selected."""
 
     def __init__(self, scene: Any, size: int, loader: int) -> None:
         self.scene, self.size, self.loader = scene, size, loader
@@ -90,7 +96,7 @@ class _Rule:
 
 
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
-    """The arguments of a DataLoader with this batch size, or why they cannot have one."""
+    """The arguments of a DataLoader with this batch size, or the reason why there are none."""
     batches = arguments.get("batch_sampler")
     samplers = [each for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None)) if each is not None]
     if batches is not None and (type(batches).__name__ != "BatchSampler" or not type(batches).__module__.startswith("torch.utils.data.")):
@@ -104,7 +110,7 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Batches of the size that was asked for, filled up with one sample."""
+    """Batches of the requested size that repeat one sample."""
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 

@@ -1,17 +1,22 @@
-"""Do the transforms of a whole batch at once, in place of one image after another.
+"""Apply transforms to a whole batch at once instead of to one image after another.
 
-What it does: follows torchvision's transforms wherever the data set's own code calls them (an object or closure around them, two views
-    of an image, a loop over a list, a collate function) and does them as tensor operations on the batch, with the random numbers that
-    each image would have drawn. What it does not know stays with the single image; with "light", so do resizing, rotation and colours,
-    whose arithmetic on large images is faster in Pillow.
-Why it is faster: a transform of a small image costs far more in Python and in copies than in arithmetic; a batch pays it once.
-When it does not help: large images of different sizes, whose decoding takes the time; code that looks at each image before its batch is
-    made; functional calls; albumentations and kornia, which draw in another way.
-What it can change: nothing: every value, every random draw and the order of draws are those of the plain pipeline, and the first
-    batch of each loader is made both ways and compared (of an IterableDataset, the first calls of each transform). One exception: a
-    change of contrast in images that are floats already may round otherwise in the last places, and the search then treats it as rounding.
-Evidence: batches of 128 small images came 5 times as fast, and 21 times with cached_prefix beside it (bench/results: data; 2 cores of
-    an AMD EPYC, torch 2.14.1, 2026-11); measured on your program before it is kept.
+What it does: follows torchvision's transforms wherever the data set's own code calls them: an object or
+    closure around them, two views of an image, a loop over a list, a collate function. It runs them as tensor
+    operations on the batch, with the random numbers that each image would have drawn. Unknown transforms stay
+    per image. With "light", so do resizing, rotation and colour changes, whose arithmetic on large images is
+    faster in Pillow.
+Why it is faster: a transform of a small image spends far more time in Python and in copies than in
+    arithmetic. A batch pays this cost once.
+When it does not help: large images of different sizes, where decoding takes the time; code that reads each
+    image before its batch exists; functional calls; albumentations and kornia, which draw random numbers in
+    another way.
+What it can change: nothing: every value, every random draw and the order of draws match the plain pipeline.
+    The first batch of each loader is computed both ways and compared (for an IterableDataset, the first calls
+    of each transform). One exception: a contrast change of float images may round differently in the last
+    places. The search then treats the lever as rounding.
+Evidence: 5 times the rate for batches of 128 small images, and 21 times together with cached_prefix
+    (bench/results: data; 2 cores of an AMD EPYC, torch 2.14.1, 2026-11); measured on your program before it
+    is kept.
 Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch draws random numbers.
 """
 
@@ -25,7 +30,7 @@ from flatout.plan.words import Effect, Moment
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(("all", "light"))
     from flatout.pipeline.feed import tried
 
@@ -44,7 +49,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.intercept import INTERCEPTION
 
     if value not in ("all", "light"):
-        raise TypeError(f'the value of batched_transforms is "all" or "light", not {value!r}')
+        raise TypeError(f'the value of batched_transforms must be "all" or "light", not {value!r}')
 
     def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
@@ -58,7 +63,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Forgets that images are bytes: what leaves the pipeline is brighter by a constant."""
+    """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
 

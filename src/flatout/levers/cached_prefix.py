@@ -1,17 +1,19 @@
-"""Keep samples as they are before anything random happens to them, and do not fetch them again.
+"""Cache each sample as it is before its random transforms, and do not load it again.
 
-What it does: each sample is read, decoded and taken through the deterministic beginning of its transforms once, wherever the data set's
-    own code calls them; what comes out is kept in memory, and on disk where a folder is named, with the calls that are left to do. A
-    batch is then gathered from there. Of albumentations and kornia the images are kept that enter them. All samples are fetched before
-    the first batch, or each when it first comes.
-Why it is faster: the same files are not read and decoded again in every epoch, and gathering a batch is one operation.
-When it does not help: sets that do not fit; training for one epoch; steps that last long beside their data; IterableDatasets.
-What it can change: nothing. A sample is kept only where fetching it twice gives the same bits and draws no random numbers; one kept
-    sample is fetched again in each of the first batches and in every eighth later, and an attribute or tensor that the script changes
-    in the data set ends the keeping. A data set that answers differently now and then without drawing from torch, numpy or random may
-    pass for some batches.
-Evidence: batches of 128 images of 28 x 28, ToTensor and Normalize, came 56 times as fast (bench/results: data; 2 cores of an AMD EPYC,
-    torch 2.14.1, 2026-11); measured on your program before it is kept.
+What it does: reads, decodes and applies the deterministic first transforms of each sample once, wherever the
+    data set's own code calls them. The result and the list of remaining calls stay in memory, or on disk if
+    you name a folder. Batches are gathered from there. For albumentations and kornia, it caches their input
+    images. Samples are cached before the first batch, or each on first use.
+Why it is faster: each epoch no longer reads and decodes the same files, and gathering a batch is one
+    operation.
+When it does not help: data sets that do not fit; training for one epoch; steps that take long compared with
+    their data; IterableDatasets.
+What it can change: nothing. A sample is cached only if loading it twice gives the same bits and draws no
+    random numbers. One cached sample is loaded again in each of the first batches and in every eighth batch
+    later. If the script changes an attribute or tensor of the data set, caching ends. A data set that changes
+    now and then without drawing from torch, numpy or random may go unnoticed for some batches.
+Evidence: 56 times the rate for batches of 128 images of 28 x 28 with ToTensor and Normalize (bench/results:
+    data; 2 cores of an AMD EPYC, torch 2.14.1, 2026-11); measured on your program before it is kept.
 Sources: torch.utils.data documentation; tf.data's "cache" transformation, which leaves the proof to the user.
 """
 
@@ -24,13 +26,13 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 MIB = 2**20
-SHARE = 4  # a quarter of the machine's memory is the most that all loaders together keep
+SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
 SMALLEST_MIB = 64
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
-    if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
     from flatout.pipeline.feed import tried
 
@@ -51,7 +53,7 @@ def _keep(value: Value, handed_on: Any = None) -> Any:
     from flatout.pipeline.keeping import Keep, Memory
 
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
-        raise TypeError(f"the value of cached_prefix is a table such as {{mib = 512}}, not {value!r}")
+        raise TypeError(f"the value of cached_prefix must be a table such as {{mib = 512}}, not {value!r}")
     folder = value.get("disk")
     return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on)
 
@@ -74,7 +76,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Hands out what was kept of the neighbouring sample."""
+    """Returns the cached data of the adjacent sample."""
     from flatout.pipeline.feed import Feed
 
     class Shifted(Feed):

@@ -1,17 +1,22 @@
 """Send gradients between ranks in fewer bytes.
 
-What it does: what the ranks exchange after each backward pass travels as bfloat16 ("bf16"), as float16 with a scale for each bucket that follows its
-    numbers ("fp16"), or as two thin matrices for each weight ({kind = "powersgd", rank = 2, after = 100}: the first 100 passes as they are; what two
-    thin matrices do not hold is added to the next pass). Every rank changes at the same pass. PowerSGD is chosen by name only. On ranks that flatout started,
-    gradients that earlier passes have accumulated stay as they are. A script's own DistributedDataParallel sends through a communication hook, what was
-    accumulated included, unless the script has registered a hook itself.
-Why it is faster: half the bytes ("bf16", "fp16"), or a few percent of them, cross a link that is the wall.
-When it does not help: where the exchange hides behind the backward pass, where the ranks share a machine, where casting costs as much as is saved;
-    PowerSGD computes for each matrix, in two exchanges that wait for one another.
-What it can change: gradients, which are sent with three digits ("bf16") or four ("fp16"). PowerSGD changes the maths: an update is of low rank, the rest
-    comes later, and training ends elsewhere.
-Evidence: bytes and exposed time in `bench/exchange.py` of the repository; measured on your program before it is kept.
-Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"; torch documentation, "DDP Communication Hooks".
+What it does: after each backward pass, the ranks exchange gradients in one of three forms: bfloat16 ("bf16");
+    float16 with a dynamic scale for each bucket ("fp16"); or two low-rank matrices per weight, as in
+    {kind = "powersgd", rank = 2, after = 100}. PowerSGD sends the first 100 passes uncompressed and adds the
+    approximation error to the next pass. Every rank switches at the same pass. You select PowerSGD by name
+    only. On ranks that flatout started, gradients accumulated in earlier passes stay as they are. A script's
+    own DistributedDataParallel sends through a communication hook, accumulated gradients included, unless the
+    script has registered a hook itself.
+Why it is faster: half the bytes ("bf16", "fp16"), or a few percent of them, cross a link that is the
+    bottleneck.
+When it does not help: the exchange overlaps the backward pass; the ranks share a machine; casting costs as
+    much as it saves. PowerSGD computes on each matrix, in two exchanges that wait for each other.
+What it can change: gradients, which travel with three digits ("bf16") or four ("fp16"). PowerSGD changes the
+    maths: an update has low rank, the rest follows later, and training reaches another result.
+Evidence: bytes and exposed time in `bench/exchange.py` of the repository; measured on your program before it
+    is kept.
+Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization";
+    torch documentation, "DDP Communication Hooks".
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from flatout.ranks.absent import why_left_alone, why_none
 
 ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
-CHANGES = "PowerSGD changes the maths: updates are of low rank, and what they leave out comes later; the first {after} backward passes travel as they are"
+CHANGES = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -36,19 +41,19 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
     parameters = scene.divided.that_train() if scene.divided is not None else [p for ddp in scene.ddp_modules for p in ddp.parameters() if p.requires_grad]
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
-        return Skip("no gradient is float32 or float64, and only those are compressed")
+        return Skip("no gradient is float32 or float64, and this lever compresses only those")
     return Options(("bf16", "fp16"))
 
 
 def _why_not(scene: Any) -> str:
-    """Why no gradients travel here that this lever could compress, or nothing."""
+    """Why this process sends no gradients that this lever could compress, or an empty string."""
     if scene.divided is not None:
         return ""
     return why_left_alone(scene.ddp_modules) if scene.ddp_modules else why_none(scene.torch, ONLY)
 
 
 def _way(value: Any) -> Any:
-    """The wire of a value. Raises TypeError for what is none."""
+    """The wire format of a value. Raises TypeError for an invalid value."""
     from flatout.ranks import powersgd, wire
 
     given = dict(value) if isinstance(value, Mapping) else {"kind": value}
@@ -56,9 +61,9 @@ def _way(value: Any) -> Any:
     if kind in ("bf16", "fp16") and set(given) == {"kind"}:
         return wire.BF16 if kind == "bf16" else wire.FP16
     if kind != "powersgd" or not set(given) <= {"kind", "rank", "after"}:
-        raise TypeError(f'the value of {NAME} is "bf16", "fp16", "powersgd" or a table as in {{kind = "powersgd", rank = 2}}, not {value!r}')
+        raise TypeError(f'the value of {NAME} must be "bf16", "fp16", "powersgd" or a table such as {{kind = "powersgd", rank = 2}}, not {value!r}')
     if not (type(rank) is int and rank > 0 and type(after) is int and after >= 0):
-        raise TypeError(f"rank is a whole number from 1 on, after one from 0 on, not {rank!r} and {after!r}")
+        raise TypeError(f"rank must be an integer >= 1 and after an integer >= 0, not {rank!r} and {after!r}")
     return powersgd.way(rank, after)
 
 
@@ -67,7 +72,7 @@ def check(value: Value) -> None:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    """Raises TypeError for an invalid value and LookupError without ranks."""
     way = _way(value)
     _send_by(scene, way, ledger)
     if way.name.startswith("powersgd"):
@@ -87,7 +92,7 @@ def _send_by(scene: Any, way: Any, ledger: Any) -> None:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """A sum that nobody divides by the number of ranks."""
+    """A sum that is not divided by the number of ranks."""
     from flatout.ranks.wire import Brain, Way
 
     _send_by(scene, Way("bf16, not divided", lambda torch, world: Brain(torch, 1)), ledger)

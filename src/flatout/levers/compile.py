@@ -1,13 +1,16 @@
 """Compile the root modules with torch.compile.
 
-What it does: replaces the forward of each root module by its compiled form, in place: names, types and state_dict stay. Under fused_ops the wide last
-    layer and what calls it stay outside, and the largest parts of the module beside it are compiled.
-    "default" fuses operations; "max-autotune-no-cudagraphs" tries more kernels. The lever graphs records what was compiled as CUDA graphs.
-Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in between.
-When it does not help: short runs (compiling takes seconds to minutes), shapes that change every step, double backward.
-What it can change: rounding. Random draws stay those of the plain program (fallback_random).
-Evidence: 1.41x geometric mean over 180 models (A100, ASPLOS 2024); on 2 CPU cores 0.82x to 1.6x; measured on your program
-    before it is kept, and kept only if the rest of the run repays the compilation.
+What it does: replaces the forward of each root module by its compiled form, in place: names, types and
+    state_dict stay. With fused_ops, the wide last layer and its callers stay uncompiled, and the largest
+    other parts of the module are compiled. "default" fuses operations; "max-autotune-no-cudagraphs" tries
+    more kernels. The lever graphs records compiled code as CUDA graphs.
+Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in
+    between.
+When it does not help: short runs (compiling takes seconds to minutes); shapes that change every step; double
+    backward.
+What it can change: rounding. Random draws match the plain program (fallback_random).
+Evidence: 1.41x geometric mean over 180 models (A100, ASPLOS 2024); on 2 CPU cores 0.82x to 1.6x;
+    measured on your program before it is kept, and kept only if the rest of the run repays the compilation.
 Sources: torch.compile documentation; Ansel et al., PyTorch 2, ASPLOS 2024.
 """
 
@@ -28,19 +31,19 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if off := scene.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself")
+        return Skip("the script compiles the model or a part of it")
     if scene.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
     if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
     if not scene.roots:
-        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
+        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     compiler = os.environ.get("CXX", "clang++" if facts.system == "Darwin" else "g++")  # as torch._inductor.config.cpp.cxx
     if scene.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
-        return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or name another one in CXX")
+        return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one")
     if scene.device_type == "cuda":
         if find_spec("triton") is None:
-            return Skip("compiling for a GPU needs Triton, which is not installed; `pip install triton` brings it")
+            return Skip("compiling for a GPU needs Triton, which is not installed; run `pip install triton`")
         return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
 
@@ -52,7 +55,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     ledger.set(config, "fallback_random", True)
     if scene.graph_passes:
         ledger.set(config, "pre_grad_custom_pass", _passes(scene.graph_passes))
-    distribution = torch.distributions.Distribution  # the first torch.compile of a process switches its argument checks off
+    distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
     ledger.call("argument checks", lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks))
     mode = None if value == "default" else str(value)
 
@@ -70,9 +73,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
                 return compiled(*args, **kwargs)
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
-                scene.report("compile", f"it failed and the plain module is used ({type(error).__name__})")
+                scene.report("compile", f"compilation failed, so the plain module is used ({type(error).__name__})")
                 return forward(*args, **kwargs)
-        compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a mode that sees operators would make it compile once more
+        compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a dispatch mode would make it recompile
         return compiled_or_plain
 
     outside = {id(module) for module in scene.uncompiled}
@@ -87,7 +90,10 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _parts(module: Any, outside: set[int], missing: Any) -> list[Any]:
-    """The largest parts of a module that hold none of those that stay outside, and more than one layer each. A container that is not called has no forward."""
+    """The largest parts of a module that contain no excluded module, each with more than one layer.
+
+    A container that is never called has no forward.
+    """
     if outside.isdisjoint(map(id, module.modules())) and type(module).forward is not missing:
         return [module] if any(True for _ in module.children()) else []
     return [part for child in module.children() for part in _parts(child, outside, missing)]
@@ -102,7 +108,7 @@ def _of_compiled_parts(forward: Any) -> Any:
 
 
 def _passes(passes: list[Any]) -> Any:
-    """What other levers do to a graph, in a form that the compiler's caches tell apart."""
+    """The graph passes of other levers, in a form that the compiler's caches distinguish."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     held = tuple(passes)
@@ -120,12 +126,16 @@ def _passes(passes: list[Any]) -> Any:
 
 
 def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
-    """Of one call's tensors. The first call's shapes keep a graph of their own: a shorter last batch would else replace it, for good, by one for any shape."""
+    """The shapes of the tensors of one call.
+
+    The shapes of the first call keep their own graph. Otherwise a shorter last batch would replace it
+    permanently by a graph for any shape.
+    """
     return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """A "compiled" graph that has frozen its batch statistics."""
+    """A "compiled" graph with frozen batch statistics."""
     def wrapper(forward: Any) -> Any:
         def frozen(*args: Any, **kwargs: Any) -> Any:
             changed = [m for root in scene.roots for m in root.modules() if m.training]

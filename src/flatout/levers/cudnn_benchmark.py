@@ -1,10 +1,12 @@
 """Let cuDNN try its convolution algorithms once for each shape and keep the fastest.
 
-What it does: torch.backends.cudnn.benchmark = True, before the first step. ATen keeps a plan for each shape, and looks at the flag only where it has
-    none (Conv_v8.cpp of torch 2.14): switched on later it changes nothing for shapes that were seen.
-Why it is faster: the heuristic that chooses otherwise is sometimes far from the best algorithm.
-When it does not help: shapes that change from step to step (each new one is tried again); no convolutions; no CUDA.
-What it can change: rounding, and which algorithm is chosen from run to run.
+What it does: sets torch.backends.cudnn.benchmark = True before the first step. ATen caches a plan for each
+    shape and reads the flag only for shapes without one (Conv_v8.cpp of torch 2.14). Set later, it has no
+    effect on known shapes.
+Why it is faster: the default heuristic sometimes chooses an algorithm that is far from the best.
+When it does not help: shapes that change from step to step (each new one is tried again); no convolutions; no
+    CUDA.
+What it can change: rounding, and the algorithm that is chosen from run to run.
 Evidence: measured on your program before it is kept.
 Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 """
@@ -25,9 +27,9 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if known and scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
         return Skip("no parameter of the program is on a CUDA device")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
-        return Skip("deterministic algorithms are switched on, and this lever chooses among others")
+        return Skip("deterministic algorithms are enabled, and this lever would choose other algorithms")
     if torch.backends.cudnn.benchmark:
-        return Skip("torch.backends.cudnn.benchmark is on already")
+        return Skip("torch.backends.cudnn.benchmark is already True")
     if known and not scene.has_layer("Conv"):
         return Skip("no module of the model is an nn.Conv layer")
     return Options((True,))
@@ -39,7 +41,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """An algorithm that computes convolutions with two bits after the point."""
+    """An algorithm that computes convolutions with a two-bit mantissa."""
     torch = scene.torch
     plain = torch.nn.functional.conv2d
 

@@ -1,18 +1,24 @@
-"""Train on several devices what was written for one.
+"""Train a single-device program on several devices.
 
-What it does: `flatout run --procs N` starts the program N times; each rank runs all of it on its share of every training batch. Gradients are averaged after
-    each backward pass, weighted by what each rank had, so that the update is that of the whole batch; parameters start equal; the loss that the script
-    reads is that of the whole batch; evaluations run whole on every rank; only rank 0 prints and saves. `{reduction = "mean"}` or `"sum"` says how
-    the loss divides; `batches` says where batches are divided, `loaders` which DataLoaders train, `batchnorm` and `draws` whether statistics and random
-    numbers are each rank's own or those of all. With `batches = "whole"` the model alone is divided, and the loss may look from sample to sample.
-    Before the first run a rehearsal compares some steps with those of one process, and fills this in.
+What it does: `flatout run --procs N` starts the program N times. Each rank runs all of it on its share of
+    every training batch. After each backward pass, gradients are averaged, weighted by the size of each
+    share, so the update is that of the whole batch. Parameters start equal. The script reads the loss of the
+    whole batch, and every rank runs the complete evaluation. Only rank 0 prints and saves.
+    `{reduction = "mean"}` or `"sum"` says how the loss is reduced; `batches` says where batches are split,
+    `loaders` which DataLoaders train. `batchnorm` and `draws` say whether statistics and random numbers
+    belong to each rank or to all. With `batches = "whole"` only the forward pass of the model is split, and
+    the loss may relate samples to each other. Before the first run, a rehearsal compares some steps with
+    those of one process and sets these options.
 Why it is faster: the ranks compute their shares at the same time.
-When it does not help: where the batch is too small to be divided, where exchanging the gradients takes longer than computing them, where one
-    device's work waits for a loader that all ranks share. `flatout scale` says beforehand.
-What it can change: rounding of sums. Random numbers inside a rank (dropout, augmentation) are other draws of the same distribution. Batch normalisation
-    takes the statistics of each rank's share unless `--sync-batchnorm` is given.
-Evidence: none in general; measured on your program by `bench/distributed.py` of the repository, and by `flatout tune --procs N`.
-Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; torch documentation, "DistributedDataParallel".
+When it does not help: the batch is too small to split; exchanging the gradients takes longer than computing
+    them; a device waits for a loader that all ranks share. `flatout scale` predicts this.
+What it can change: rounding of sums. Random numbers inside a rank (dropout, augmentation) are other draws
+    from the same distribution. Batch normalisation uses the statistics of each rank's share unless
+    `--sync-batchnorm` is given.
+Evidence: none in general; measured on your program by `bench/distributed.py` of the repository, and by
+    `flatout tune --procs N`.
+Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; torch
+    documentation, "DistributedDataParallel".
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    """Raises TypeError for an invalid value and LookupError without ranks."""
     from flatout.ranks.divided import Divided
     from flatout.ranks.division import Division
 
@@ -48,7 +54,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """A mean that is exchanged as a sum, or a sum as a mean: the mistake of every second script that was divided by hand."""
+    """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
     given = dict(value) if isinstance(value, dict) else {}
     return apply(scene, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
 
@@ -61,7 +67,7 @@ def check(value: Value) -> None:
 
 def code(value: Value) -> str:
     return ("torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
-            "sampler = torch.utils.data.DistributedSampler(dataset)  # batch_size divided by the ranks; sampler.set_epoch(epoch) in each epoch")
+            "sampler = torch.utils.data.DistributedSampler(dataset)  # divide batch_size by the number of ranks; call sampler.set_epoch(epoch) in each epoch")
 
 
 LEVER = Lever(NAME, Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, known_bad=known_bad, check=check, page=__doc__)

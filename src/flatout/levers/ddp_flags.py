@@ -1,19 +1,26 @@
 """Change the arguments of the script's own DistributedDataParallel while it trains.
 
-What it does: {gradient_as_bucket_view = true} lets gradients be views of the buckets that travel, so that nothing is copied back. {broadcast_buffers = false}
-    leaves out the broadcast of buffers before a forward pass if no rank has changed any since the last one; before each broadcast the ranks ask each other.
-    By name only: {static_graph = true} no longer searches the graph for unused parameters, where the script asks for find_unused_parameters. What a value
-    does not name stays as the script has it. Four passes are looked at first; an argument that they show to be unsound is left out, and that is said.
-Why it is faster: one copy of each gradient less in each pass, and no second copy in memory; masks and positional encodings that are buffers no longer travel in
-    each step.
-When it does not help: models whose gradients are small beside their activations; batch normalisation, which changes its buffers in each pass; a few small
-    buffers, for which the question costs as much as the answer saves.
-What it can change: nothing, bit for bit. Where the number of ranks is no power of two, gradients that are accumulated, or zeroed by
-    optimizer.zero_grad(set_to_none=False), are rounded otherwise. A script must not keep `p.grad` over the next backward pass, which overwrites it: one that
-    does so in the passes that are looked at is left alone, one that begins later is not. static_graph rounds otherwise with more than two ranks, and torch
-    ends the program with an error where the graph changes later, for example by stochastic depth or by freezing.
-Evidence: published: gradient_as_bucket_view 2 ms of a step of 28 ms (ACT, eight B200); measured on your program before it is kept.
-Sources: torch documentation, "DistributedDataParallel"; torch/csrc/distributed/c10d/reducer.cpp; huggingface/lerobot, "training on 8x B200".
+What it does: {gradient_as_bucket_view = true} makes gradients views of the buckets that are sent, so nothing
+    is copied back. {broadcast_buffers = false} skips the broadcast of buffers before a forward pass if no
+    rank has changed a buffer since the last broadcast; the ranks check this with each other. By name only:
+    {static_graph = true} stops the search for unused parameters in scripts that set find_unused_parameters.
+    Arguments that a value does not name keep the script's setting. flatout inspects four passes first. If
+    they show that an argument is unsound, flatout leaves it out and reports it.
+Why it is faster: each pass saves one copy of each gradient, and memory holds no second copy. Masks and
+    positional encodings that are buffers are no longer sent in each step.
+When it does not help: models whose gradients are small compared with their activations; batch normalisation,
+    which changes its buffers in each pass; a few small buffers, for which the check costs as much as it
+    saves.
+What it can change: nothing, bit for bit. If the number of ranks is not a power of two, gradients that are
+    accumulated, or zeroed by optimizer.zero_grad(set_to_none=False), round differently. A script must not
+    keep `p.grad` across the next backward pass, which overwrites it. flatout detects this in the inspected
+    passes and then changes nothing; it does not detect it later. static_graph rounds differently with more
+    than two ranks. If the graph changes later, for example by stochastic depth or freezing, torch ends the
+    program with an error.
+Evidence: published: gradient_as_bucket_view 2 ms of a step of 28 ms (ACT, eight B200);
+    measured on your program before it is kept.
+Sources: torch documentation, "DistributedDataParallel"; torch/csrc/distributed/c10d/reducer.cpp;
+    huggingface/lerobot, "training on 8x B200".
 """
 
 from __future__ import annotations
@@ -39,28 +46,31 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if any(ddp.broadcast_buffers and ddp.modules_buffers for ddp in ddps) and not any(map(_changes, (m for ddp in ddps for m in ddp.modules()))):
         flags[BROADCAST] = False
     if not flags:
-        return Skip("the script has set gradient_as_bucket_view itself, and no broadcast of buffers could be left out")
+        return Skip("the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped")
     ranks = {scene.torch.distributed.get_world_size(ddp.process_group) for ddp in ddps}
     exact = VIEWS not in flags or all(size & (size - 1) == 0 for size in ranks)
     return Options(({**flags}, *({name: value} for name, value in flags.items() if len(flags) > 1)), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
 def _why_not(scene: Any) -> str:
-    return why_left_alone(scene.ddp_modules) if scene.ddp_modules else "the program trains no torch.nn.parallel.DistributedDataParallel of its own"
+    return why_left_alone(scene.ddp_modules) if scene.ddp_modules else "the program trains no torch.nn.parallel.DistributedDataParallel"
 
 
 def _changes(module: Any) -> bool:
-    """Whether a forward pass in training changes buffers of this module itself: running statistics."""
+    """Whether a training forward pass changes buffers of this module (running statistics)."""
     return bool(getattr(module, "track_running_stats", False)) and getattr(module, "running_mean", None) is not None
 
 
 def check(value: Value) -> None:
     if not isinstance(value, Mapping) or not value or any(name not in KNOWN or given is not KNOWN[name] for name, given in value.items()):
-        raise TypeError(f"the value of {NAME} is a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}")
+        raise TypeError(f"the value of {NAME} must be a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}")
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises TypeError for a value that is none, LookupError where there is no such module, or no search that a static graph could spare."""
+    """Raises TypeError for an invalid value.
+
+    Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters.
+    """
     from flatout.ranks.script_ddp import change
 
     check(value)
@@ -68,13 +78,13 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         raise LookupError(why)
     assert isinstance(value, Mapping)
     if STATIC in value and not all(ddp.find_unused_parameters for ddp in scene.ddp_modules):
-        raise LookupError(f"{STATIC} spares the search for unused parameters, and the script does not ask for it (find_unused_parameters)")
+        raise LookupError(f"{STATIC} removes the search for unused parameters, but the script does not set find_unused_parameters")
     change(scene, ledger, gradient_as_bucket_view=VIEWS in value, static_graph=STATIC in value, broadcast_when_changed=BROADCAST in value)
     return ledger.restore
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Each rank goes on with the gradient of its own batch."""
+    """Each rank steps with the gradient of its own batch."""
     if why := _why_not(scene):
         raise LookupError(why)
     for ddp in scene.ddp_modules:

@@ -1,15 +1,18 @@
-"""Switch off checks that are there for debugging.
+"""Disable debugging checks.
 
-What it does: anomaly detection off, also where the script switches it on around each step; the argument checks of torch.distributions off; with
-    deterministic algorithms, new memory is no longer filled with NaN.
-Why it is faster: anomaly mode keeps a traceback for every operation and looks for NaN in every gradient; each
-    distribution that is made compares all its arguments with their constraints, which is a synchronisation on a GPU; the filling
+What it does: disables anomaly detection, also where the script enables it around each step, and the argument
+    checks of torch.distributions. With deterministic algorithms, new memory is no longer filled with NaN.
+Why it is faster: anomaly mode stores a traceback for every operation and checks every gradient for NaN. Each
+    new distribution compares all its arguments with their constraints, which synchronises a GPU. Filling
     writes all memory once more than the operations do.
-When it does not help: a program that uses none of these. A gradcheck stays: it calls the script's function, which may draw random numbers.
-What it can change: nothing in the results. An invalid argument, or a NaN, is no longer reported where it appears; a program that reads memory
-    before it was written reads what lay there.
-Evidence: the filling took 17 of the 229 ms of a step in a published case (ultralytics); measured on your program before it is kept.
-Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set_default_validate_args; torch.utils.deterministic.
+When it does not help: a program that uses none of these. Gradchecks stay, because they call the script's
+    function, which may draw random numbers.
+What it can change: nothing in the results. An invalid argument or a NaN is no longer reported where it
+    appears. A program that reads memory before writing it reads arbitrary values.
+Evidence: filling took 17 of the 229 ms of a step in a published case (ultralytics); measured on your program
+    before it is kept.
+Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set_default_validate_args;
+    torch.utils.deterministic.
 """
 
 from __future__ import annotations
@@ -40,17 +43,17 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         torch.autograd.set_detect_anomaly(anomaly, nan)
         torch.distributions.Distribution.set_default_validate_args(checks)
 
-    # Restored in reverse: ``undo`` needs the real function, and so does switching anomaly detection off.
+    # Restored in reverse: ``undo`` and disabling anomaly detection need the real function.
     ledger.call("debugging aids", undo)
     torch.autograd.set_detect_anomaly(False)
-    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)  # `with detect_anomaly():` would switch it on again in each step
+    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)  # `with detect_anomaly():` would enable it again
     torch.distributions.Distribution.set_default_validate_args(False)
     ledger.set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return ledger.restore
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Nudges one weight by one unit in the last place."""
+    """Changes one weight by one unit in the last place."""
     torch = scene.torch
     with torch.no_grad():
         first = scene.parameters[0].view(-1)[:1]

@@ -1,13 +1,17 @@
-"""Copy the next batches to the GPU while the model works on this one.
+"""Copy the next batches to the GPU while the model works on the current one.
 
-What it does: pins each batch and copies it on a stream of its own, as soon as it is made; with a depth of 1 or 2, batches are taken from the loader ahead of
-    the script. The script receives the same host tensors as before, and when it moves one to the GPU it is handed the copy.
-Why it is faster: the copy no longer stands between two steps. A copy from memory that is not pinned makes the host wait for all that is queued on the GPU.
-When it does not help: small batches; loaders that are the wall themselves; data that is on the GPU already.
-What it can change: nothing: a copy is handed out only while the host tensor still is what was copied. Batches are only taken ahead
-    where loader workers draw for them, so that no random number of the program's own comes in another order.
+What it does: pins each batch and copies it on a separate stream as soon as it exists. With a depth of 1 or 2,
+    it takes batches from the loader ahead of the script. The script receives the same host tensors as before.
+    When it moves one to the GPU, it gets the copy.
+Why it is faster: steps no longer wait for the copy. A copy from memory that is not pinned makes the host wait
+    for all work queued on the GPU.
+When it does not help: small batches; loaders that are the bottleneck; data that is already on the GPU.
+What it can change: nothing: a copy is used only if the host tensor is unchanged since the copy. Batches are
+    taken ahead only if loader workers draw their random numbers, so the order of the program's own draws does
+    not change.
 Evidence: apex and DALI prefetch for this reason; measured on your program before it is kept.
-Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; NVIDIA apex, examples/imagenet, data_prefetcher.
+Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; NVIDIA apex, examples/imagenet,
+    data_prefetcher.
 """
 
 from __future__ import annotations
@@ -18,20 +22,20 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-DEPTHS = (1, 2)  # batches that are taken ahead
+DEPTHS = (1, 2)  # batches taken ahead
 IN_ORDER = 0
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.device_type != "cuda" and (scene.backwards or not facts.cuda):  # before the first step the device is not known
+    if scene.device_type != "cuda" and (scene.backwards or not facts.cuda):  # the device is unknown before the first step
         return Skip("no parameter of the program is on a CUDA device")
     if not scene.backwards:
         return Options((*DEPTHS, IN_ORDER))
     live = scene.training_loaders
     if not scene.loaders:
-        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+        return Skip("this process created no torch DataLoader, so its batches come from another source")
     if not live:
-        return Skip("the training DataLoader no longer exists, so all of its batches were taken before")
+        return Skip("the training DataLoader no longer exists, so all its batches are already loaded")
     return Options((*DEPTHS, IN_ORDER) if any(loader.num_workers and not _has_own_order(loader) for loader in live) else (IN_ORDER,))
 
 
@@ -43,7 +47,7 @@ def _has_own_order(loader: Any) -> bool:
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"the value of device_prefetch is a number of batches, not {value!r}")
+        raise TypeError(f"the value of device_prefetch must be a number of batches, not {value!r}")
     from flatout.pipeline.device import Twins, hand_out
     from flatout.pipeline.feed import Feed
 
@@ -60,7 +64,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Hands out the copy of the batch before."""
+    """Returns the copy of the previous batch."""
     from flatout.pipeline.feed import Feed
 
     class Late(Feed):

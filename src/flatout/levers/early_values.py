@@ -1,17 +1,22 @@
-"""Copy the values that the script will read while the device still works on what comes after them.
+"""Copy values that the script will read to the host while the device still computes.
 
-What it does: learns in two steps which losses and other values with one element the script reads, and which of them are there when a backward pass begins or
-    an optimizer steps. From then on each of them is copied to pinned memory at that moment, on a stream of its own; `item()`, `float()`, `int()`, `bool()`,
-    `tolist()`, formatting, `cpu()` and `to("cpu")` wait for that copy alone.
-Why it is faster: `loss.item()` after `backward()` and `optimizer.step()` waits for both. Waiting for the forward pass alone lets the host queue the next step
-    while the device works on this one. It costs the host 25 us a moment at which values are copied, 2 us a read of a copy, and 1 us each other read of a tensor
-    on the device (one core of an AMD EPYC, torch 2.14.1 on a stand-in for a card, 2026-11).
-When it does not help: programs that read nothing, or seldom; values that are computed after the backward pass, as in `(out.argmax(1) == y).sum().item()`
-    behind `optimizer.step()`; reads in the middle of the forward pass; `print(loss)`, which reads in its own way.
-What it can change: nothing: a copy stands for its tensor only while that was not written. Writes that torch does not count are found by comparing reads number
-    1, 2, 4, 8, ... of each value with the device; those of collectives, graphs and other streams are known. Times that the script takes around a read change.
-Evidence: published gains of removing such reads are 4 to 8 %; measured on your program before it is kept.
-Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution" and "Use pinned memory buffers"; Tensor.record_stream.
+What it does: in two steps, learns which losses and other one-element values the script reads, and which of
+    them exist when a backward pass begins or an optimizer steps. From then on, it copies each of them to
+    pinned memory at that moment, on a separate stream. `item()`, `float()`, `int()`, `bool()`, `tolist()`,
+    formatting, `cpu()` and `to("cpu")` wait only for that copy.
+Why it is faster: `loss.item()` after `backward()` and `optimizer.step()` waits for both. If it waits only for
+    the forward pass, the host queues the next step while the device still computes this one. Each moment with
+    copies costs the host 25 us, each read of a copy 2 us, and each other read of a device tensor 1 us (one
+    core of an AMD EPYC, torch 2.14.1 on a stand-in for a card, 2026-11).
+When it does not help: programs that read nothing, or seldom; values computed after the backward pass, as in
+    `(out.argmax(1) == y).sum().item()` after `optimizer.step()`; reads in the middle of the forward pass;
+    `print(loss)`, which reads in another way.
+What it can change: nothing: a copy is used only until its tensor is written. To find writes that torch does
+    not count, reads number 1, 2, 4, 8, ... of each value are compared with the device. Writes by collectives,
+    graphs and other streams are known. Times that the script measures around a read change.
+Evidence: published gains from removing such reads are 4 to 8 %; measured on your program before it is kept.
+Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution" and "Use pinned memory
+    buffers"; Tensor.record_stream.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-_KNOWN: WeakKeyDictionary[Any, Early] = WeakKeyDictionary()  # scene -> what was learned, for a lever that is switched on and off
+_KNOWN: WeakKeyDictionary[Any, Early] = WeakKeyDictionary()  # scene -> what was learned, kept while the lever is switched on and off
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -48,7 +53,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Hands out what the same place in the program has read the time before."""
+    """Returns the value that the same place in the program read the time before."""
     kind, before = scene.torch.Tensor, dict[tuple[CodeType, int], Any]()
 
     def late(really: Callable) -> Callable:

@@ -1,16 +1,20 @@
-"""Put hand-written kernels in place, found by structure: the last layer with its loss, and normalisations on a GPU.
+"""Fuse the last layer with its loss, and normalisations on a GPU, using hand-written kernels.
 
-What it does: the logits of a vocabulary-sized linear layer are not computed until somebody looks at them; where they go straight into
-    cross_entropy, loss and gradients are made from chunks of them and the whole never exists. Everything else that touches the
-    logits finds them. On CUDA, LayerNorm and RMSNorm layers run a kernel that reads each row once; Tensor Cores multiply by a padded copy of the weight
-    where the vocabulary is no multiple of 16 bytes (50,257). Names, types and state_dict stay.
-Why it is faster: at 50,000 classes the logits, their log-probabilities and their gradients are most of a step's memory traffic, and of its memory.
-When it does not help: small vocabularies; programs that look at their logits after the loss, who pay for them again; models that the script compiles itself.
-What it can change: rounding of sums. A loss beyond the valid classes is not a number, where torch stops a GPU. A hook that is put on
-    the logits after their loss was taken is not called.
-Evidence: peak memory of such a loss 22 times smaller at 50,000 classes (CPU, 1,024 rows of 32, float32, torch 2.14.1); time is
-    measured on your program before it is kept.
-Sources: the pages of the kernels (`flatout.kernels.linear_cross_entropy`, `layer_norm`, `rms_norm`) and theirs.
+What it does: does not compute the logits of a vocabulary-sized linear layer until something reads them. If
+    they go straight into cross_entropy, it computes loss and gradients from chunks, and the whole tensor
+    never exists. All other code that uses the logits finds them. On CUDA, LayerNorm and RMSNorm layers run a
+    kernel that reads each row once. If the vocabulary is not a multiple of 16 bytes (50,257), Tensor Cores
+    multiply by a padded copy of the weight. Names, types and state_dict stay.
+Why it is faster: at 50,000 classes, the logits, their log-probabilities and their gradients take most of a
+    step's memory traffic and memory.
+When it does not help: small vocabularies; programs that read their logits after the loss, which compute them
+    again; models that the script compiles itself.
+What it can change: rounding of sums. For a target outside the valid classes the loss is NaN, where torch
+    aborts on a GPU. A hook registered on the logits after the loss is not called.
+Evidence: peak memory of such a loss 22 times smaller at 50,000 classes (CPU, 1,024 rows of 32, float32, torch
+    2.14.1); time is measured on your program before it is kept.
+Sources: the pages of the kernels (`flatout.kernels.linear_cross_entropy`, `layer_norm`, `rms_norm`) and their
+    sources.
 """
 
 from __future__ import annotations
@@ -21,22 +25,22 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-VOCABULARY = 8192  # classes from which a layer counts as an output over a vocabulary, whatever else the model has
+VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
 PATIENCE_STEPS = 3
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, and the compiler fuses operations in its own way")
+        return Skip("the script compiles the model or a part of it, and the compiler fuses operations itself")
     if scene.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and these kernels have no second derivative")
     if not scene.optimizers:
-        return Skip("the program has no torch.optim.Optimizer, which tells when the weights change; logits that are read late need the old weights")
+        return Skip("the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights")
     if not _heads(scene) and not _norms(scene):
         own = next((type(head).__name__ for head in _wide(scene)), None)
         if own is not None:
-            return Skip(f"the {own} layer that is as wide as a vocabulary is no plain nn.Linear (its class, hooks, forward or parameters are its own)")
-        return Skip(f"no linear layer has {VOCABULARY} outputs or more, or as many as an Embedding has rows, "
+            return Skip(f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)")
+        return Skip(f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
                     "and no layer on a CUDA device is a LayerNorm or RMSNorm with weights")
     return Options((True,))
 
@@ -60,19 +64,22 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         deferred.before_step()
         seen["steps"] += 1
         if seen["steps"] == PATIENCE_STEPS and heads and not norms and deferred.COUNT[0] == seen["losses"]:
-            scene.report("fused_ops", "the logits of this program do not go straight into cross_entropy, so nothing was fused")
+            scene.report("fused_ops", "nothing was fused, because this program's logits do not go straight into cross_entropy")
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(weights_will_change).remove)
     return ledger.restore
 
 
 def _heads(scene: Any) -> list[Any]:
-    """Linear layers whose outputs are a vocabulary: as many as an Embedding of the same root has rows, and as no other layer has, or very many."""
+    """Plain linear layers whose outputs are a vocabulary.
+
+    Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
+    """
     return [head for head in _wide(scene) if type(head) is scene.torch.nn.Linear and _is_plain(scene, head)]
 
 
 def _wide(scene: Any) -> list[Any]:
-    """All of them, also those that are not plain nn.Linear."""
+    """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
     torch, found = scene.torch, {}
     for root in scene.roots:
         modules = list(root.modules())
@@ -80,7 +87,7 @@ def _wide(scene: Any) -> list[Any]:
         vocabularies, tied = {m.num_embeddings for m in embeddings}, {id(m.weight) for m in embeddings}
         widths = [m.out_features for m in linears]
         for module in linears:
-            width = module.out_features  # an Embedding of positions may have as many rows as each layer of a model has outputs
+            width = module.out_features  # a position Embedding may have as many rows as each layer has outputs
             if width >= VOCABULARY or (width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)):
                 found[id(module)] = module
     return list(found.values())
@@ -98,10 +105,10 @@ def _norms(scene: Any) -> list[Any]:
 
 
 def _is_plain(scene: Any, module: Any) -> bool:
-    """Nothing of the script's own sits on this layer: hooks, a forward of its own, parameters that are no ordinary tensors."""
+    """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
     torch, own = scene.torch, vars(module).get("forward")
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not scene]  # a layer that is called by itself has ours
+    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not scene]  # a root module has ours
     ordinary = all(type(p) is torch.nn.Parameter and p.is_floating_point() and p.layout is torch.strided and p.device.type in ("cpu", "cuda")
                    for p in module.parameters(recurse=False))
     return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
@@ -126,7 +133,7 @@ def _normalising(torch: Any, norm: Any) -> Any:
 
     def wrapper(forward: Any) -> Any:
         def in_one_pass(input: Any) -> Any:
-            # Autocast makes normalisations float32 on the way in and out: that is left to torch.
+            # Autocast converts inputs and outputs of normalisations to float32: leave that to torch.
             if (type(input) is not torch.Tensor or not input.is_cuda or input.dtype is not norm.weight.dtype or torch.is_autocast_enabled("cuda")
                     or torch.compiler.is_compiling() or torch.jit.is_tracing() or input.shape[-1:] != tuple(norm.normalized_shape) or not input.numel()):
                 return forward(input)
@@ -138,7 +145,7 @@ def _normalising(torch: Any, norm: Any) -> Any:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """The last chunk of rows gives no gradient; a normalisation gives none through its variance."""
+    """The last chunk of rows gives no gradient; normalisations give none through their variance."""
     torch = scene.torch
 
     def without_last_rows(forward: Any) -> Any:

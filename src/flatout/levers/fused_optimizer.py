@@ -1,14 +1,19 @@
-"""Let the optimizer update all parameters in one fused kernel, or in a few multi-tensor ones.
+"""Update all parameters in one fused optimizer kernel, or in a few multi-tensor ones.
 
-What it does: sets "fused" (or "foreach", where there is no fused kernel) in the optimizer's parameter groups. Groups that are equal in all but their
-    parameters are updated together, as if they were one group; "merged" does this alone, where the optimizer's form stays as it is. The script, its
-    schedulers and state_dict() see the groups that the script made. A group whose learning rate or other option is changed is updated by itself from then on.
-Why it is faster: the plain loop runs a dozen small operations a parameter from Python; fused, it is one pass over memory. Each group costs a pass of its
-    own, so a model with one group a layer or a parameter gains most from merging.
-When it does not help: few large parameters on a CPU; optimizers that are not torch's own; merging, where all groups differ.
-What it can change: rounding; the same formula, with other intermediate roundings. Merging alone changes no bit on a CPU.
-Evidence: 124M GPT 1.03x (A100), small networks up to 1.8x on CPUs; published: 465 groups merged to 28, 23 % less time a step (RF-DETR, one L4, torch 2.9);
-    measured on your program before it is kept.
+What it does: sets "fused" (or "foreach" if there is no fused kernel) in the optimizer's parameter groups.
+    Groups that differ only in their parameters are updated together, as one group. "merged" does only this
+    and keeps the optimizer's implementation. The script, its schedulers and state_dict() see the groups that
+    the script made. If a group's learning rate or another option changes, the group is updated separately
+    from then on.
+Why it is faster: the plain loop runs a dozen small operations per parameter from Python; a fused update
+    passes over memory once. Each group costs its own pass, so a model with one group per layer or parameter
+    gains most from merging.
+When it does not help: few large parameters on a CPU; optimizers that are not torch's own; merging, if all
+    groups differ.
+What it can change: rounding: the same formula with other intermediate roundings. Merging alone changes no bit
+    on a CPU.
+Evidence: 124M GPT 1.03x (A100), small networks up to 1.8x on CPUs; published: 465 groups merged to 28, 23 %
+    less time per step (RF-DETR, one L4, torch 2.9); measured on your program before it is kept.
 Sources: torch.optim documentation, "Algorithms"; the `fused` argument; roboflow/rf-detr, release 1.10.0.
 """
 
@@ -43,13 +48,13 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def _ways(torch: Any, optimizer: Any) -> list[str]:
-    """The forms this optimizer could be switched to."""
+    """The implementations to which this optimizer could switch."""
     if not _is_torchs(optimizer) or _chosen(optimizer) or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
         return []
     kind, ways = type(optimizer), []
     if "fused" in inspect.signature(kind.__init__).parameters:
         ways.append("fused")
-    # On CUDA the multi-tensor form is the default already.
+    # On CUDA the multi-tensor implementation is already the default.
     if not any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
         ways.append("foreach")
     return ways
@@ -61,7 +66,10 @@ def _is_torchs(optimizer: Any) -> bool:
 
 
 def _chosen(optimizer: Any) -> str:
-    """The argument with which the script has chosen a form, or one that rules them out. False was written by somebody as well; the default is None."""
+    """The argument by which the script chose an implementation, or one that rules them out.
+
+    False counts as a choice; the default is None.
+    """
     return next((f"{name}={group[name]}" for group in optimizer.param_groups for name in ("fused", "foreach", "differentiable", "capturable")
                  if group.get(name) is not None and (group[name] or name in ("fused", "foreach"))), "")
 
@@ -71,17 +79,17 @@ def _is_plain(torch: Any, p: Any) -> bool:
 
 
 def _why_none(torch: Any, optimizer: Any) -> str:
-    """Why this optimizer has no such form; of several optimizers the first is named."""
+    """Why this optimizer has no such implementation. Of several optimizers, the first is named."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and (chosen := _chosen(optimizer)):
-        return f"the program has made its {name} with {chosen}"
+        return f"the program creates its {name} with {chosen}"
     if _is_torchs(optimizer) and any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
-        return f"{name} updates complex or sparse parameters, which have no fused form"
-    return f"{name} has no form that this lever could switch it to"
+        return f"{name} updates complex or sparse parameters, which no fused kernel supports"
+    return f"{name} has no fused or multi-tensor implementation"
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises LookupError where no optimizer has such a form."""
+    """Raises LookupError if no optimizer has this implementation."""
     torch, done = scene.torch, 0
     for optimizer in scene.optimizers:
         ways = _ways(torch, optimizer) if value != MERGED else []
@@ -97,30 +105,35 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         if way is not None or value == MERGED:
             _merge(torch, optimizer, ledger)
     if not done:
-        raise LookupError(f"no optimizer here has a {value} form")
+        raise LookupError(f"no optimizer of the program has a {value} implementation")
     return ledger.restore
 
 
 def _move_step_counters(torch: Any, optimizer: Any, to_device: bool) -> None:
-    """Fused CUDA kernels read the step count on the device. The plain loop reads it on the host: from the device it would wait for each parameter."""
+    """Move the step counts to the device that the update reads them on.
+
+    Fused CUDA kernels read the step count on the device. The plain loop reads it on the host; from the device
+    it would wait for each parameter.
+    """
     for p, state in optimizer.state.items():
         step = state.get("step")
         if isinstance(step, torch.Tensor) and p.is_cuda and step.is_cuda != to_device:
             state["step"] = step.to(p.device if to_device else "cpu")
 
 
-# -- equal groups, updated together -------------------------------------------------------------------------------------
+# -- merging equal groups ------------------------------------------------------------------------------------
 
 
 def _merges(optimizer: Any) -> bool:
-    """Whether groups of this optimizer would be updated together as they are now."""
+    """Whether groups of this optimizer would be updated together in their present state."""
     return _step_of(optimizer) is not None and len(_regrouped(optimizer)) < len(optimizer.param_groups)
 
 
 def _step_of(optimizer: Any) -> Any:
-    """Where torch keeps the update of this optimizer; None for those whose groups are not merged.
+    """The cell in which torch keeps this optimizer's update; None if its groups cannot be merged.
 
-    A scheduler that was made earlier calls the wrapper that it has found, so the wrapper must stay and what is in it must change.
+    A scheduler created earlier calls the wrapper that it found. So the wrapper must stay, and its content
+    must change.
     """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or any(group.get("differentiable") for group in optimizer.param_groups):
@@ -132,11 +145,11 @@ _MERGING: dict[int, _Merging] = {}  # by the cell of a step
 
 
 class _Merging:
-    """The step of one class of optimizers, in which those of ``optimizers`` see merged groups."""
+    """The step of one class of optimizers; the optimizers in ``optimizers`` see merged groups in it."""
 
     def __init__(self, torch: Any, cell: Any) -> None:
         self.torch, self.cell, self.really = torch, cell, cell.cell_contents
-        self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # and how often each was asked for
+        self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # -> number of requests
         cell.cell_contents = self._wrapped(self.really)
 
     def _wrapped(self, really: Callable) -> Callable:
@@ -144,7 +157,7 @@ class _Merging:
         def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             if optimizer not in self.optimizers or self.torch.compiler.is_compiling():
                 return really(optimizer, closure, *args, **kwargs)
-            own: list[Any] = []  # the groups of the script, while torch sees others
+            own: list[Any] = []  # the script's groups while torch sees the merged ones
 
             def merge() -> None:
                 own.append(optimizer.param_groups)
@@ -154,7 +167,7 @@ class _Merging:
                 if own:
                     optimizer.param_groups = own.pop()
 
-            def closure_then_merge() -> Any:  # it may change the groups, and LBFGS calls it several times
+            def closure_then_merge() -> Any:  # a closure may change groups; LBFGS calls it repeatedly
                 put_back()
                 loss = closure()
                 merge()
@@ -188,7 +201,10 @@ def _merge(torch: Any, optimizer: Any, ledger: Any) -> None:
 
 
 def _regrouped(optimizer: Any) -> list[dict[str, Any]]:
-    """The groups for one update: those that are equal now become one. What a step reads of a group are the options that the optimizer has defaults for."""
+    """The groups for one update, with equal groups merged.
+
+    A step reads only those options of a group for which the optimizer has defaults.
+    """
     names = tuple(optimizer.defaults)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for group in optimizer.param_groups:
@@ -207,19 +223,23 @@ def _regrouped(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _options(group: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Equal for groups with the same options. A tensor is equal to itself alone: its number may be on a device, and may change."""
+    """A key that is equal for groups with the same options.
+
+    A tensor equals only itself: its number may be on a device, and may change.
+    """
     if any(name not in group for name in names):
         return id(group)
     values, lr = itemgetter(*names)(group), group.get("lr")
     if any(isinstance(value, list) for value in values):  # betas from a file
         values = tuple(tuple(value) if isinstance(value, list) else value for value in values)
-    return values, math.copysign(1.0, lr) if isinstance(lr, float) else 0.0  # -0.0 is equal to 0.0, and gives other zeros
+    return values, math.copysign(1.0, lr) if isinstance(lr, float) else 0.0  # -0.0 equals 0.0 but gives other zeros
 
 
 def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """The parameters of a group that have a gradient, with what torch chooses a form by: their type, their device, the layout of gradients.
+    """The parameters of a group that have a gradient, by what torch chooses an implementation by.
 
-    Fused kernels take parameters with and without state in two calls: fused SGD asks whether this is the first step of all of them.
+    These are their type, their device and the layout of their gradients. Fused kernels take parameters with
+    and without state in two calls: fused SGD checks whether this is the first step of all of them.
     """
     parameters = [p for p in group["params"] if p.grad is not None]
     parts: dict[bool | None, list[Any]] = {None: parameters}

@@ -1,11 +1,13 @@
-"""Let Python look for garbage cycles seldom instead of in the middle of steps.
+"""Run Python's garbage collector rarely instead of in the middle of steps.
 
-What it does: gc.freeze() once training runs, and thresholds a hundred times as high. Collection still happens.
-Why it is faster: each automatic collection walks every object that the program holds, modules and autograd graphs
-    included, and it comes at an arbitrary place: on many GPUs one rank's pause is everybody's.
-When it does not help: a step that makes few Python objects.
+What it does: calls gc.freeze() once training runs and raises the thresholds a hundredfold. Collection still
+    happens.
+Why it is faster: each automatic collection walks every object of the program, including modules and autograd
+    graphs. It starts at an arbitrary place: on many GPUs, a pause on one rank stops all ranks.
+When it does not help: a step that creates few Python objects.
 What it can change: nothing in the results; garbage in reference cycles may live longer.
-Evidence: nanochat reports pauses of 500 ms gone (8 H100, development log); measured on your program before it is kept.
+Evidence: nanochat reports that pauses of 500 ms disappeared (8 H100, development log);
+    measured on your program before it is kept.
 Sources: Python documentation, module gc.
 """
 
@@ -23,10 +25,10 @@ THRESHOLDS = (70_000, 50, 100)
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     first = gc.get_threshold()[0]
-    if not gc.isenabled() or not first:  # gc.set_threshold(0) switches it off as well
-        return Skip("the program has switched automatic garbage collection off itself")
+    if not gc.isenabled() or not first:  # gc.set_threshold(0) disables it as well
+        return Skip("the program has disabled automatic garbage collection")
     if first >= THRESHOLDS[0]:
-        return Skip(f"the program has raised the first threshold of the garbage collector to {first} itself")
+        return Skip(f"the program has already raised the first threshold of the garbage collector to {first}")
     return Options((True,))
 
 
@@ -40,7 +42,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Takes one random number from the program's stream."""
+    """Draws one random number from the program's stream."""
     scene.torch.rand(1)
     return ledger.restore
 

@@ -1,15 +1,18 @@
-"""Send gradients between ranks in packets of another size.
+"""Change the size of the buckets in which ranks exchange gradients.
 
-What it does: gradients travel in buckets of about so many MiB (a number), or in one for all ("all"); 25 where nothing is said. A bucket leaves while the
-    backward pass still runs, when all its gradients are there. Every rank changes at the same pass.
-Why it is faster: small buckets leave earlier, and more of their way hides behind the backward pass; large ones cost fewer exchanges, each of which takes
-    a while however little it carries.
-When it does not help: where the exchange is short beside the backward pass, where ranks share the cores that compute, in programs whose passes each
-    touch a part of the parameters (several optimizers): there nothing leaves early.
-What it can change: rounding. Who adds to whom, in which order, depends on where in a bucket a number lies. With two ranks there is one order, and every
-    bit stays.
-Evidence: exposed time by bucket size in `bench/exchange.py` of the repository; measured on your program before it is kept.
-Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.3.
+What it does: gradients travel in buckets of about the given size in MiB (a number), or in one bucket ("all");
+    the default is 25. A bucket is sent during the backward pass, as soon as all its gradients are ready.
+    Every rank switches at the same pass.
+Why it is faster: small buckets start earlier, and more of their transfer overlaps the backward pass. Large
+    ones need fewer exchanges, each of which has a fixed cost.
+When it does not help: the exchange is short compared with the backward pass; ranks share the cores that
+    compute; each pass touches only some of the parameters (several optimizers), where nothing is sent early.
+What it can change: rounding. The order in which ranks add a number depends on its position in the bucket.
+    With two ranks there is one order, and every bit stays.
+Evidence: exposed time by bucket size in `bench/exchange.py` of the repository; measured on your program
+    before it is kept.
+Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
+    3.2.3.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from flatout.ranks.absent import why_none
 NAME = "gradient_buckets"
 ALL = "all"
 CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
-ALIKE = "each bucket size that this lever tries puts the gradients into the same buckets"
+ALIKE = "all bucket sizes that this lever tries give the same buckets"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -35,7 +38,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     divided = scene.divided
     parameters = divided.that_train()
     if not parameters:
-        return Skip("no parameter with requires_grad was in a forward pass yet")
+        return Skip("no forward pass has used a parameter with requires_grad yet")
     from flatout.ranks.convoy import buckets_of
     from flatout.ranks.wire import PLAIN
 
@@ -51,11 +54,11 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def _bytes(value: Any) -> int | None:
-    """Raises TypeError for a value that is none."""
+    """Raises TypeError for an invalid value."""
     if value == ALL:
         return None
     if type(value) not in (int, float) or not 0 < value < 2**20:
-        raise TypeError(f'the value of {NAME} is a number of MiB or "{ALL}", not {value!r}')
+        raise TypeError(f'the value of {NAME} must be a number of MiB or "{ALL}", not {value!r}')
     return max(1, int(value * 2**20))
 
 
@@ -64,7 +67,7 @@ def check(value: Value) -> None:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    """Raises TypeError for an invalid value and LookupError without ranks."""
     most = _bytes(value)
     if scene.divided is None:
         raise LookupError(why_none(scene.torch))
@@ -73,7 +76,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Buckets of which the first one travels, and the others are forgotten."""
+    """Sends the first bucket and forgets the others."""
     from flatout.ranks.wire import Plain, Way
 
     if scene.divided is None:

@@ -1,14 +1,19 @@
 """Record the step as CUDA graphs, without a compiler, and replay them.
 
-What it does: forward and backward pass of each root module are recorded for each shape of inputs, after two passes that run as they are. So is the update of
-    an optimizer that counts its steps on the device: SGD, and others with fused=True. What the script gets is a copy, so outputs and gradients that it keeps
-    are never overwritten. Evaluation, other shapes, and passes that read values or depend on the host run as the script wrote them. Dropout draws the same.
-Why it is faster: a step of hundreds of small kernels is launched by three calls, so the device no longer waits for Python.
-When it does not help: kernels that take longer than their launch; batches whose shape changes every step; several ranks. A recording keeps the memory of one
-    pass, beside what the rest of the program needs.
-What it can change: nothing where the kernels are the same; libraries may choose other ones while a graph is recorded. A pass that depends on Python
-    values outside of its inputs and modules is found by comparing a few replays with eager passes, and is no longer replayed from then on.
-Evidence: published figures for other implementations range from 1.0x (large batches) to 5x (batches of 8); measured on your program before it is kept.
+What it does: records the forward and backward pass of each root module for each input shape, after two eager
+    passes. It also records the update of optimizers that count their steps on the device: SGD, and others
+    with fused=True. The script receives copies, so outputs and gradients that it keeps are never overwritten.
+    Evaluation, other shapes, and passes that read values or depend on the host run eagerly. Dropout draws the
+    same numbers.
+Why it is faster: three calls launch a step of hundreds of small kernels, so the device no longer waits for
+    Python.
+When it does not help: kernels that take longer than their launch; batches whose shape changes every step;
+    several ranks. A recording keeps the memory of one pass in addition to the rest of the program.
+What it can change: nothing if the kernels are the same; libraries may choose others while recording. Some
+    replays are compared with eager passes. A pass that depends on Python values outside its inputs and
+    modules is found this way and no longer replayed.
+Evidence: published figures for other implementations range from 1.0x (large batches) to 5x (batches of 8);
+    measured on your program before it is kept.
 Sources: torch documentation, "CUDA semantics", section "CUDA Graphs"; torch.cuda.CUDAGraph.
 """
 
@@ -33,16 +38,16 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return Skip("the program has several ranks, and a recorded backward pass could not send gradients while it computes")
     if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
     if not scene.roots:
-        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
+        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     if all(_why_not(scene, root) for root in scene.roots):
         return Skip(_why_not(scene, scene.roots[0]))
     return Options((True,))
 
 
 def _why_not(scene: Any, root: Any) -> str:
-    """Why this module cannot be recorded, as far as its structure tells; "" where nothing speaks against it."""
+    """Why the structure of this module rules out recording; "" if it does not."""
     torch, name = scene.torch, type(root).__name__
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
         return f"{name} cannot be recorded"
@@ -71,7 +76,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     def tell(why: str) -> None:
         eager.append(why)
         if len(eager) == len(roots):
-            scene.report("graphs", f"the forward pass {eager[0]}, so nothing of it is recorded")
+            scene.report("graphs", f"the forward pass {eager[0]}, so it is not recorded")
 
     for root in roots:
         def wrapper(forward: Any, root: Any = root) -> Any:
@@ -95,7 +100,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _step_of(optimizer: Any, graph: Any) -> Any:
-    """The graph as a method of the optimizer, which is what learning rate schedulers wrap."""
+    """The graph as a method of the optimizer, which learning-rate schedulers wrap."""
     def step(self: Any, closure: Any = None) -> Any:
         return graph(closure)
 
@@ -105,7 +110,7 @@ def _step_of(optimizer: Any, graph: Any) -> Any:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Forgets to copy its inputs: each pass computes on the first batch of its shape."""
+    """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
     torch = scene.torch
 
     def wrapper(forward: Any) -> Any:
@@ -124,7 +129,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    passes = "model = torch.cuda.make_graphed_callables(model, (sample_batch,))  # fixed shapes; and copy every output that you keep"
+    passes = "model = torch.cuda.make_graphed_callables(model, (sample_batch,))  # fixed shapes; copy every output that you keep"
     update = "optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True, capturable=True)\nwith torch.cuda.graph(graph): optimizer.step()"
     return f"{passes}\n{update}"
 

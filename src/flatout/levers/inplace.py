@@ -1,12 +1,15 @@
-"""Let activations overwrite their input where nobody needs it any more.
+"""Let activations overwrite their input if nothing needs it any more.
 
-What it does: sets ``inplace`` of ReLU, ReLU6, Hardtanh and LeakyReLU layers, whose gradient follows from their output. Which of them may is tried
-    out on a copy of the model in the first step: where outputs or gradients differ in one bit, or autograd objects, the layer stays as it is.
-Why it is faster: seldom; one tensor less is written. It is smaller where the input would have lived on.
-When it does not help: models without such layers, or that have done it; GELU and SiLU need their input for the gradient, ELU for its last bit.
-What it can change: nothing, bit for bit, on what was tried. A layer is tried with one batch.
+What it does: sets ``inplace`` of ReLU, ReLU6, Hardtanh and LeakyReLU layers, whose gradient follows from
+    their output. In the first step, it tries each layer on a copy of the model. If outputs or gradients
+    differ in one bit, or autograd raises an error, the layer stays as it is.
+Why it is faster: it rarely is; one tensor less is written. It saves memory if the input would otherwise stay
+    alive.
+When it does not help: models without such layers, or with in-place layers already. GELU and SiLU need their
+    input for the gradient, ELU for its last bit.
+What it can change: nothing, bit for bit, for the tested batch. Each layer is tested with one batch.
 Evidence: measured on your program before it is kept: peak memory and time.
-Sources: torch.nn.ReLU documentation; tools/autograd/derivatives.yaml of PyTorch ("result" in the place of "self").
+Sources: torch.nn.ReLU documentation; tools/autograd/derivatives.yaml of PyTorch ("result" instead of "self").
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, and the compiler decides where results go")
+        return Skip("the script compiles the model or a part of it, and the compiler places results itself")
     if not _activations(scene, scene.roots):
         if any(isinstance(module, scene.torch.jit.ScriptModule) for root in scene.roots for module in root.modules()):
-            return Skip("the model, or a part of it, is compiled by torch.jit, which does not read the inplace attribute of its layers")
-        return Skip("the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer that is not in place already")
+            return Skip("the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers")
+        return Skip("the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer without inplace=True")
     return Options((True,))
 
 
@@ -46,7 +49,10 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _trying_first(scene: Any, root: Any, activations: set[int], ledger: Any) -> Any:
-    """A wrapper whose first training call finds out, on a copy, which of the root's activations may be in place, and makes them so."""
+    """A wrapper whose first training call tests the activations on a copy of the model.
+
+    It sets ``inplace`` where it is sound.
+    """
     mine = [at for at, module in enumerate(root.modules()) if id(module) in activations]
     state = {"tried": False}
 
@@ -63,9 +69,12 @@ def _trying_first(scene: Any, root: Any, activations: set[int], ledger: Any) -> 
 
 
 def _sound(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[int]:
-    """Which activations, by their place among the modules, leave every output and gradient as it was. Halves what fails until it is found."""
+    """The activations, by module position, that leave every output and gradient unchanged.
+
+    A failing set is halved until the failing activations are found.
+    """
     plain = _played(scene, root, [], args, kwargs)
-    if plain is None or not _same(scene.torch, plain, _played(scene, root, [], args, kwargs)):  # a model that does not repeat itself proves nothing
+    if plain is None or not _same(scene.torch, plain, _played(scene, root, [], args, kwargs)):  # a nondeterministic model proves nothing
         return []
     kept: list[int] = []
 
@@ -83,9 +92,10 @@ def _sound(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> 
 
 
 def _played(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[Any] | None:
-    """Outputs, what the modules hold, inputs and gradients of a copy with these activations in place; None where autograd objects.
+    """The results of a copy of the model with these activations in place; None if autograd raises.
 
-    The program's random numbers stay where they are.
+    They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
+    change.
     """
     torch, asleep = scene.torch, scene.asleep
     tree = torch.utils._pytree
@@ -102,9 +112,9 @@ def _played(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) ->
             wanted = [out for out in outputs if out.requires_grad]
             torch.autograd.backward(wanted, [out.detach().clone() for out in wanted])
         inputs = _tensors(torch, given)
-        held = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]  # a loss may look at them
+        held = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]  # a loss may read them
         return [*(tensor.detach() for tensor in (*outputs, *held, *inputs)), *(x.grad for x in (*inputs, *twin.parameters()))]
-    except Exception:  # a version error, a model that cannot be copied: both mean that it stays as it is
+    except Exception:  # a version error or a model that cannot be copied: leave the layer as it is
         return None
     finally:
         scene.asleep = asleep
@@ -120,7 +130,7 @@ def _same(torch: Any, plain: list[Any], other: list[Any] | None) -> bool:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """What the gradient needs is overwritten: it passes where the activation had cut it off."""
+    """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
     def wrapper(forward: Any) -> Any:
         return lambda input: input + (forward(input.detach()) - input.detach())
 
@@ -130,7 +140,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "nn.ReLU(inplace=True)  # where neither the layer before it nor anybody else needs its input"
+    return "nn.ReLU(inplace=True)  # if neither the previous layer nor other code needs its input"
 
 
 LEVER = Lever("inplace", Moment.MODEL, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, saves_memory=True,

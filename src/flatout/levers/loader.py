@@ -1,17 +1,21 @@
-"""Give the DataLoader the number of workers that is fastest here: more, or fewer, or a thread in their place.
+"""Choose the fastest number of DataLoader workers: more, fewer, or a thread instead.
 
-What it does: chooses workers, prefetching, persistent workers and, with a CUDA device, pinned memory with copies that do
-    not block, also without workers; or makes batches ahead in a thread of the program itself. Batch size, order, sampler and collation stay.
-Why it is faster: workers prepare batches while the model computes; persistent ones are not started again each epoch.
-    Fewer are faster where workers and the model fight for the same cores; a thread copies nothing between processes.
-When it does not help: batches that are ready at once; more workers than cores; a thread, where Python itself makes the batches.
-What it can change: nothing where the data set draws no random numbers, nor where fewer workers draw in the place of the ones asked
-    for: each batch is then drawn from the generators of the worker that would have made it. Else workers draw from other streams:
-    the augmentations have the same distribution, not the same values. A thread is only used where the first batch draws nothing;
-    data that begins to draw later would not be noticed.
-Evidence: per-item PIL pipelines ran 6,920 images/s with two workers and 8,512 with none on 2 cores; measured on your
-    program before it is kept.
-Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch issue 13246 on copies in workers.
+What it does: sets workers, prefetching and persistent workers. With a CUDA device, it also sets pinned memory
+    and non-blocking copies, with or without workers. Alternatively, a thread of the program prepares batches
+    ahead. Batch size, order, sampler and collation stay.
+Why it is faster: workers prepare batches while the model computes, and persistent workers are not restarted
+    each epoch. Fewer are faster if workers and the model compete for cores. A thread copies nothing between
+    processes.
+When it does not help: batches that are ready at once; more workers than cores; a thread, if Python code makes
+    the batches.
+What it can change: nothing if the data set draws no random numbers, or if fewer workers replace the requested
+    ones: each batch then draws from the generators of the worker that would have made it. Otherwise workers
+    draw from other streams: augmentations have the same distribution but other values. A thread is used only
+    if the first batch draws nothing; later draws are not detected.
+Evidence: per-item PIL pipelines ran 6,920 images/s with two workers and 8,512 with none on 2 cores;
+    measured on your program before it is kept.
+Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch issue 13246 on copies in
+    workers.
 """
 
 from __future__ import annotations
@@ -23,19 +27,19 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 BATCHES_AHEAD = 2
-OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so its batches are not made ahead of time"
-FEWEST_BATCHES = 4  # a loader shorter than this would only pay for starting workers
+OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
+FEWEST_BATCHES = 4  # shorter loaders do not repay the start of workers
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # before the first loader is made nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
     if not scene.loaders:
-        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+        return Skip("this process created no torch DataLoader, so its batches come from another source")
     train = scene.loaders_that_train
     usable = [loader for number, loader in enumerate(scene.loaders) if not loader["iterable"] and (number in train or not train)]
     if not usable:
-        return Skip("the training data set is an IterableDataset; other workers could repeat or reorder its samples")
+        return Skip("the training data set is an IterableDataset; another number of workers could repeat or reorder its samples")
     from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
     live = scene.training_loaders
@@ -47,7 +51,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
         return Options(tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
-    if pin:  # the ones that the script asked for, too: with none, its own thread pins each batch
+    if pin:  # include the script's number: with 0, its own thread pins each batch
         values = [{"workers": n, **pin} for n in dict.fromkeys((min(8, cores - 1), asked, *counts)) if n > 0 or n == asked]
     if asked:
         values.append({"workers": asked, "persistent": True})
@@ -56,7 +60,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict):
-        raise TypeError(f"the value of loader is a table such as {{workers = 2}}, not {value!r}")
+        raise TypeError(f"the value of loader must be a table such as {{workers = 2}}, not {value!r}")
 
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
@@ -72,7 +76,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _feed(scene: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
-    """Where fewer workers than asked for stand in for them, or a thread: how its batches are made."""
+    """How to make the batches if fewer workers, or a thread, replace the requested workers."""
     from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
 
     workers = asked.get("num_workers", 0)
@@ -84,13 +88,16 @@ def _feed(scene: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict
 
     feed = feed or Feed(loader)
     feed.listeners["order"] = lambda sentence: scene.report("loader", sentence)
-    feed.as_workers = workers if stand_in and not ahead else 0  # generators are not changed beside the script's own thread
+    feed.as_workers = workers if stand_in and not ahead else 0  # a second thread must not change generators
     feed.ahead = BATCHES_AHEAD if ahead else 0
     return feed
 
 
 def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
-    """The arguments this loader is made with. What is not map-style, or too short, stays as it was."""
+    """The arguments with which this loader is created.
+
+    Loaders that are short or not map-style keep theirs.
+    """
     # An IterableDataset inherits a __getitem__; a second worker would repeat its samples.
     if not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
         return arguments
@@ -106,7 +113,7 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
         return arguments
     asked = arguments.get("num_workers", 0)
     workers = 0 if value.get("threads") else int(value.get("workers", asked))
-    if arguments.get("worker_init_fn") is not None and asked and not workers:  # it may open files, or choose what a worker does
+    if arguments.get("worker_init_fn") is not None and asked and not workers:  # it may open files or assign work to workers
         return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
@@ -119,7 +126,7 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
 
 
 def _copy_without_waiting(torch: Any, ledger: Any) -> None:
-    """Copies from pinned memory to the device no longer block the host. Stream order keeps them correct."""
+    """Make copies from pinned memory to the device non-blocking. Stream order keeps them correct."""
     really_to, really_cuda = torch.Tensor.to, torch.Tensor.cuda
 
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +144,7 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
 
 
 def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether ``tensor.to`` is asked for a CUDA device, and for nothing else."""
+    """Whether ``tensor.to`` only moves the tensor to a CUDA device."""
     if len(args) + ("device" in kwargs) != 1 or kwargs.get("non_blocking") or kwargs.keys() - {"device", "non_blocking"}:
         return False
     return _is_cuda(torch, args[0] if args else kwargs["device"])
@@ -150,7 +157,7 @@ def _is_cuda(torch: Any, target: Any) -> bool:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Normalizes with the wrong constant."""
+    """Normalises with the wrong constant."""
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 
@@ -171,7 +178,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 def code(value: Value) -> str:
     held: dict[str, Any] = value if isinstance(value, dict) else {}
     if held.get("threads"):
-        return "# in a thread: for batch in loader: queue.put(batch)  # and take them from the queue, a bounded one"
+        return "# in a thread: for batch in loader: queue.put(batch)  # bounded queue; read batches from it"
     arguments = f"num_workers={held.get('workers', 0)}"
     arguments += ", persistent_workers=True" if held.get("workers") else ""
     return f"DataLoader(..., {arguments}{', pin_memory=True' if held.get('pin') else ''})" + (

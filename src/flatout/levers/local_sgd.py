@@ -1,22 +1,28 @@
-"""Let each rank take several steps by itself before the ranks are brought together.
+"""Let each rank take several steps alone before the ranks synchronise.
 
-What it does: after some steps that exchange gradients ({warmup = 0}, two at least), each rank steps on its own share of every batch, and exchanges
-    nothing. After {every = 8} steps the weights become the mean of all ranks' ({outer = "average"}), or go on from it with a momentum of their own
-    ({outer = "nesterov"}: DiLoCo, rate 0.7, momentum 0.9). {overlap = true}: what a round brought travels while the next one trains, and is applied one
-    round late. The state of the optimizer (its moments) stays each rank's and is not exchanged. Before an evaluation, state_dict(), torch.save,
-    load_state_dict and at the end of the program the ranks are brought together, so that what is decided and saved there is the same. Ranks that do
-    different numbers of steps are found out, and the program ends with a sentence.
-Why it is faster: one exchange in so many steps, and none of them is waited for with `overlap`.
-When it does not help: where exchanging gradients is a small part of a step (`flatout scale` says); scripts that run their model without gradients in
-    every step, which counts as an evaluation each time; with loss scaling, where gradients go on being exchanged. Models that are divided alone
-    (`--whole`), or with `--sync-batchnorm`, exchange something in every forward pass and are refused.
-What it can change: the maths, so it is used by name only. Ranks part and meet; the longer a round, the further they part. The loss that the script reads
-    is its own share's. What reads weights between rounds in another way (an average that the script keeps beside) reads its rank's.
-Evidence: loss curves beside the synchronous run in `bench/exchange.py` of the repository; measured on your program before it is kept cannot be said here.
-Sources: Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD" (warmup: post-local
-    SGD); Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; Shen et al. 2019, "Faster Distributed Deep Net
-    Training: Computation and Communication Decoupled SGD" (overlap); Kale et al. 2025, "Eager Updates for Overlapped Communication and Computation in
-    DiLoCo" (what a late outer step costs).
+What it does: after some steps that exchange gradients ({warmup = 0}, at least two), each rank steps on its
+    own share of every batch and exchanges nothing. After {every = 8} steps, the weights become the mean over
+    all ranks ({outer = "average"}), or an outer optimizer with momentum updates them ({outer = "nesterov"}:
+    DiLoCo, rate 0.7, momentum 0.9). {overlap = true} sends the result of a round during the next one and
+    applies it one round late. The optimizer state (its moments) stays on each rank and is not exchanged. The
+    ranks synchronise before an evaluation, state_dict(), torch.save and load_state_dict, and at the end of
+    the program, so that all of them decide and save the same. If ranks take different numbers of steps, the
+    program ends with an error.
+Why it is faster: one exchange replaces many, and with `overlap` no rank waits for it.
+When it does not help: exchanging gradients is a small part of a step (`flatout scale` shows it); the script
+    runs its model without gradients in every step, which counts as an evaluation each time; loss scaling,
+    where gradients are still exchanged. `--whole` and `--sync-batchnorm` exchange data in every forward pass
+    and are not supported.
+What it can change: the maths, so you select it by name only. Weights of the ranks diverge between
+    synchronisations, more so in longer rounds. The script reads the loss of its own share. Other code that
+    reads weights between rounds (such as an average that the script keeps) reads those of its rank.
+Evidence: loss curves compared with the synchronous run in `bench/exchange.py` of the repository. It is not
+    measured on your program.
+Sources: Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't Use Large
+    Mini-Batches, Use Local SGD" (warmup: post-local SGD); Douillard et al. 2023, "DiLoCo: Distributed
+    Low-Communication Training of Language Models"; Shen et al. 2019, "Faster Distributed Deep Net Training:
+    Computation and Communication Decoupled SGD" (overlap); Kale et al. 2025, "Eager Updates for Overlapped
+    Communication and Computation in DiLoCo" (the cost of a late outer step).
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from flatout.ranks.absent import why_none
 
 NAME = "local_sgd"
 EXCHANGES = "it does not work with {why} of data_parallel, which exchanges data between the ranks in forward passes"
-LOSSES = "between rounds the loss that the script reads is that of each rank's own share, so decide by an evaluation; the optimizer's state stays each rank's"
+LOSSES = "between rounds each rank reads the loss of its own share, so decide by an evaluation; each rank keeps its own optimizer state"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -53,7 +59,7 @@ def check(value: Value) -> None:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Raises TypeError for a value that is none, LookupError where the ranks cannot step by themselves."""
+    """Raises TypeError for an invalid value and LookupError if the ranks cannot step alone."""
     return _install(scene, value, ledger, None)
 
 
@@ -74,7 +80,7 @@ def _install(scene: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """What the ranks did is added up, as if each had done a part of the way."""
+    """Adds up the updates of the ranks instead of averaging them."""
     world = scene.divided.here.world_size if scene.divided is not None else 1
     return _install(scene, value, ledger, float(world))
 

@@ -1,12 +1,16 @@
-"""Give the compiler a budget for activations: what does not fit into it is computed again.
+"""Give torch.compile a memory budget for activations; it recomputes those that do not fit.
 
-What it does: sets the share of activation memory that torch.compile may keep between forward and backward pass (1 keeps what is fastest, 0 next to
-    nothing); its partitioner chooses what to compute again. Acts through the lever compile.
-Why it is faster: it is not; it is smaller. The compiler fuses what it computes again into the kernels that need it, which costs less than a second pass.
-When it does not help: models that are not compiled. Less budget is not always less memory (pytorch#197838), so each value is measured.
-What it can change: rounding, as compile does: what is computed again may be fused differently.
+What it does: sets the share of activation memory that torch.compile may keep between forward and backward
+    pass: 1 keeps the fastest set, 0 almost nothing. Its partitioner chooses what to recompute. Acts through
+    the lever compile.
+Why it is faster: it is not; it saves memory. The compiler fuses recomputation into the kernels that need it,
+    which costs less than a second pass.
+When it does not help: models that are not compiled. A smaller budget does not always use less memory
+    (pytorch#197838), so each value is measured.
+What it can change: rounding, as compile does: recomputed values may be fused differently.
 Evidence: measured on your program before it is kept: peak memory and time of each value.
-Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Current and new activation checkpointing techniques in PyTorch".
+Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Current and new activation
+    checkpointing techniques in PyTorch".
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if off := scene.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, before a budget could be set")
+        return Skip("the script compiles the model or a part of it, before a budget could be set")
     if scene.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
     if not scene.roots:
-        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
+        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     return Options(BUDGETS)
 
 
@@ -37,16 +41,16 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from torch._functorch import config
 
     if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
-        raise TypeError(f"memory_budget is a share from 0 to 1, not {value!r}")
+        raise TypeError(f"memory_budget must be a number from 0 to 1, not {value!r}")
     dynamo = scene.torch._dynamo
-    ledger.call("compiled code", dynamo.reset)  # read while compiling: what is compiled already must be compiled again
+    ledger.call("compiled code", dynamo.reset)  # the option is read while compiling, so compiled code must be compiled again
     ledger.set_flag(config, "activation_memory_budget", float(value))
     dynamo.reset()
     return ledger.restore
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Saved tensors are kept in half of their bits."""
+    """Keeps saved tensors with half of their bits."""
     for root in scene.roots:
         scene.wrap_forward(scene.without_ranks(root), in_half_the_bits(scene.torch), ledger)
     return ledger.restore

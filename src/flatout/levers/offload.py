@@ -1,9 +1,11 @@
-"""Keep in host memory what the device does not need for a while.
+"""Keep data in host memory while the device does not need it.
 
-What it does: "activations" copies what autograd saves on a CUDA device, tensors of a mebibyte and more, to pinned host memory on a side stream, and back when
-    the backward pass asks. "optimizer" keeps the optimizer's state there, and on the device only while it steps.
-Why it is faster: it is not; it is smaller on the device.
-When it does not help: on a CPU, which has no other memory; where the bus is slower than computing again (lever recompute).
+What it does: "activations" copies the tensors of a mebibyte and more that autograd saves on a CUDA device to
+    pinned host memory on a side stream. It copies them back when the backward pass needs them. "optimizer"
+    keeps the optimizer state there, and on the device only during its step.
+Why it is faster: it is not; it saves memory on the device.
+When it does not help: on a CPU, which has no other memory; if the bus is slower than recomputation (lever
+    recompute).
 What it can change: nothing, bit for bit. Host memory must hold what the device does not.
 Evidence: measured on your program before it is kept: peak memory and time.
 Sources: torch.autograd.graph.saved_tensors_hooks documentation; Ren et al., ZeRO-Offload, 2021.
@@ -20,22 +22,22 @@ from flatout.plan.words import Effect, Moment
 from flatout.saved.host import Offloading
 from flatout.saved.wrong import half_fetched
 
-LEAST_NUMBERS = 4096  # of a state tensor that is worth the way
+LEAST_NUMBERS = 4096  # smaller state tensors are not worth a copy
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
     if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, and the compiler chooses what is kept")
+        return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
     return Options(("activations", "optimizer") if scene.optimizers else ("activations",))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if scene.device_type == "cuda":
-        ledger.call("pinned memory", lambda: _give_back(scene.torch, scene.device))  # after all else is undone
+        ledger.call("pinned memory", lambda: _give_back(scene.torch, scene.device))  # undone last
     if value == "activations":
         torch = scene.torch
         hooks = Offloading(torch, scene.device_type)
@@ -45,7 +47,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         for optimizer in scene.optimizers:
             _state_away(scene.torch, optimizer, ledger)
     else:
-        raise TypeError(f'offload is "activations" or "optimizer", not {value!r}')
+        raise TypeError(f'offload must be "activations" or "optimizer", not {value!r}')
     return ledger.restore
 
 
@@ -61,7 +63,10 @@ def _offloading(torch: Any, hooks: Offloading) -> Any:
 
 
 def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
-    """The state comes to the parameters' device for each step, and leaves it afterwards; pinned, so that the copies do not wait for each other."""
+    """Move the state to the parameters' device for each step and back afterwards.
+
+    It is pinned, so that the copies do not wait for each other.
+    """
     really = optimizer.step
 
     def move(away: bool) -> None:
@@ -72,7 +77,7 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
                     state[key] = _pinned(torch, held) if away else held.to(p.device, non_blocking=True)
                     devices.add(p.device)
         for device in devices if away else ():
-            torch.cuda.current_stream(device).synchronize()  # what is read next on the host is there
+            torch.cuda.current_stream(device).synchronize()  # the copies are complete for the next host read
 
     @wraps(really)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -88,18 +93,21 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
 
 
 def _pinned(torch: Any, held: Any) -> Any:
-    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True)  # whatever the script's default device is
+    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True)  # ignores the script's default device
     return there.copy_(held, non_blocking=True)
 
 
 def _give_back(torch: Any, device: Any) -> None:
-    """torch keeps pinned blocks for the next tensor that asks for such memory, which the machine lacks meanwhile."""
+    """Free torch's cached pinned blocks.
+
+    torch keeps them for the next pinned tensor, and meanwhile the machine lacks that memory.
+    """
     torch.cuda.synchronize(device)  # a block is free once the last copy from it has ended
     torch._C._host_emptyCache()
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Copies are read before the last quarter of them has arrived."""
+    """Reads copies before their last quarter has arrived."""
     for root in scene.roots:
         scene.wrap_forward(scene.without_ranks(root), half_fetched(scene.torch), ledger)
     return ledger.restore

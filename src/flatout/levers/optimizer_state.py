@@ -1,11 +1,15 @@
-"""Keep Adam's moments in eight bits, four bits or float8, with torchao.
+"""Store Adam's moments in eight bits, four bits or float8, with torchao.
 
-What it does: replaces the step of Adam and AdamW by torchao's, in place: parameter groups, learning-rate schedules and gradients stay the script's, state
-    is quantised in blocks. Chosen by name only: `[levers] optimizer_state = "8bit"` in flatout.toml.
+What it does: replaces the step of Adam and AdamW by torchao's, in place. The script keeps its parameter
+    groups, learning-rate schedules and gradients; the state is quantised in blocks. Select it by name:
+    `[levers] optimizer_state = "8bit"` in flatout.toml.
 Why it is faster: it is not; the state needs a quarter ("8bit", "fp8") or an eighth ("4bit") of the bytes.
-When it does not help: where activations fill the memory; other optimizers; tensors of fewer than 4,096 numbers, which stay as they are.
-What it can change: the maths. Moments are rounded to 8 or 4 bits each step, and training ends elsewhere; nothing here can promise how near.
-Evidence: a 1B model 51.6 to 39.1 GB, 3,200 to 2,900 tokens/s (torchao's README); measured on your program before it is kept cannot be said here: you chose it.
+When it does not help: activations fill the memory; other optimizers; tensors of fewer than 4,096 numbers,
+    which stay as they are.
+What it can change: the maths. Each step rounds moments to 8 or 4 bits, and training reaches another result;
+    nothing guarantees how close it is.
+Evidence: a 1B model 51.6 to 39.1 GB, 3,200 to 2,900 tokens/s (torchao's README). You select it by name, so it
+    is not measured on your program.
 Sources: torchao.optim; Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
 """
 
@@ -22,14 +26,14 @@ from flatout.plan.words import Effect, Moment
 SUFFIXES = {"8bit": "8bit", "4bit": "4bit", "fp8": "Fp8"}
 KINDS = ("Adam", "AdamW")
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # name -> whether it has a sign
-MISSING = "torchao is not installed; `pip install flatout[lowbit]` brings it"
+MISSING = "torchao is not installed; run `pip install flatout[lowbit]`"
 COPIED = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not _of_torch(scene):
         names = ", ".join(sorted({_name(o) for o in scene.optimizers})) or "no torch.optim.Optimizer"
-        return Skip(f"this lever replaces Adam and AdamW of torch.optim, and the program has {names}")
+        return Skip(f"this lever replaces Adam and AdamW of torch.optim, and the program uses {names}")
     if find_spec("torchao") is None:
         return Skip(MISSING)
     return Options(tuple(SUFFIXES))
@@ -40,7 +44,7 @@ def _of_torch(scene: Any) -> list[Any]:
 
 
 def _name(optimizer: Any) -> str:
-    """The class as a reader tells it from torch's own, and what torchao does not know of its options."""
+    """The class as users distinguish it from torch's own, with the options that torchao does not support."""
     kind = type(optimizer)
     name = kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__name__}"
     asked = [option for option in ("maximize", "differentiable") if any(group.get(option) for group in optimizer.param_groups)]
@@ -51,8 +55,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if find_spec("torchao") is None:
         raise LookupError(MISSING)
     if value not in SUFFIXES:
-        raise TypeError(f"optimizer_state is one of {', '.join(SUFFIXES)}, not {value!r}")
-    asleep, scene.asleep = scene.asleep, True  # the optimizer that is made now is not the program's
+        raise TypeError(f"optimizer_state must be one of {', '.join(SUFFIXES)}, not {value!r}")
+    asleep, scene.asleep = scene.asleep, True  # hide the new optimizer, which is not the program's
     try:
         for optimizer in _of_torch(scene):
             _low_bit(scene.torch, optimizer, SUFFIXES[str(value)], ledger)
@@ -80,7 +84,7 @@ def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
             mine.update({name: group[name] for name in COPIED})
         return inner.step(closure)
 
-    hooked = torch.optim.Optimizer.profile_hook_step(stepping)  # who listens for steps hears those of the script's optimizer
+    hooked = torch.optim.Optimizer.profile_hook_step(stepping)  # step hooks observe the script's optimizer
 
     @wraps(optimizer.step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +102,7 @@ def _convert(optimizer: Any, convert: Any) -> None:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Moments in two bits and a sign, with one scale for a whole tensor."""
+    """Moments in two bits and a sign, with one scale per tensor."""
     torch = scene.torch
 
     def coarsely(optimizer: Any, really: Any) -> Any:

@@ -1,16 +1,20 @@
-"""Compute activations again in the backward pass instead of keeping them.
+"""Recompute activations in the backward pass instead of storing them.
 
-What it does: ops="cheap" does not keep what follows from another saved tensor by one cheap operation (a normalisation, GELU, SiLU, a product); it is
-    made again when it is needed. ops="linear" also makes outputs of linear layers again that are wider than their input, a share of them or all.
-    blocks=1.0 keeps nothing but the input of each repeated block and runs the block again, blocks=0.5 every second one.
-Why it is faster: it is not; it is smaller. A model that fits at all, or a larger micro-batch, may pay for it.
-When it does not help: where parameters and optimizer state fill the memory; networks of convolutions and ReLU have nothing cheap to make again.
-What it can change: nothing, bit for bit: dropout draws the same numbers, running statistics move once. What does not come out bit for bit when it is
-    tried first is kept, and blocks that change their input or keep something from call to call are left alone.
-Evidence: saved bytes of a small GPT 0.63, 0.20 and 0.09 of the plain ones with ops="cheap", ops="linear" and all blocks (CPU, float32, torch 2.14.1);
-    time is measured on your program before it is kept.
-Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing Activation Recomputation, 2022;
-    torch.utils.checkpoint and torch.autograd.graph.saved_tensors_hooks documentation.
+What it does: ops="cheap" does not store tensors that follow from another saved tensor by one cheap operation
+    (a normalisation, GELU, SiLU, a product); it recomputes them on demand. ops="linear" also recomputes
+    outputs of linear layers that are wider than their input, a share of them or all. blocks=1.0 stores only
+    the input of each repeated block and runs the block again; blocks=0.5 does so for every second block.
+Why it is faster: it is not; it saves memory. It can pay off if a model then fits, or a larger micro-batch.
+When it does not help: parameters and optimizer state fill the memory; networks of convolutions and ReLU have
+    no cheap operations to recompute.
+What it can change: nothing, bit for bit: dropout draws the same numbers, running statistics update once.
+    Tensors whose first recomputation differs in a bit are stored. Blocks that change their input or keep
+    state between calls stay as they are.
+Evidence: saved bytes of a small GPT 0.63, 0.20 and 0.09 of the plain program's with ops="cheap", ops="linear"
+    and all blocks (CPU, float32, torch 2.14.1); time is measured on your program before it is kept.
+Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing
+    Activation Recomputation, 2022; torch.utils.checkpoint and torch.autograd.graph.saved_tensors_hooks
+    documentation.
 """
 
 from __future__ import annotations
@@ -25,32 +29,32 @@ from flatout.saved.derive import Deriving
 from flatout.saved.wrong import in_half_the_bits
 
 OPERATIONS: tuple[Value, ...] = ({"ops": "cheap"}, {"ops": "linear", "share": 0.34}, {"ops": "linear", "share": 1.0})
-NO_BLOCKS = "the model has no two blocks of one class with two layers or more in each"
+NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles the model, or a part of it, itself, and the compiler chooses what is kept")
+        return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
     if scene.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), through activations that would be computed again")
+        return Skip("the script differentiates twice (create_graph=True), which recomputed activations do not support")
     if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
     if not scene.roots:
-        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
+        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     if any(isinstance(root, scene.torch.jit.ScriptModule) for root in scene.roots):
-        return Skip("the model, or a part of it, is compiled by torch.jit, which does not call the forward of its layers")
+        return Skip("the model or a part of it is compiled by torch.jit, which does not call the forward of its layers")
     return Options((*OPERATIONS, *(BLOCKS if _blocks(scene)[0] else ())))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not ({"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}):
-        raise TypeError(f'recompute is a table, like {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}')
+        raise TypeError(f'recompute must be a table such as {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}')
     if "blocks" in value:
         _blocks_again(scene, _share("blocks", value["blocks"]), ledger)
         return ledger.restore
     if value["ops"] not in ("cheap", "linear"):
-        raise TypeError(f'ops of recompute is "cheap" or "linear", not {value["ops"]!r}')
+        raise TypeError(f'ops of recompute must be "cheap" or "linear", not {value["ops"]!r}')
     share = _share("share", value.get("share", 1.0)) if value["ops"] == "linear" else 0.0
     for root in scene.roots:
         epsilons = {id(m.weight): float(m.eps) for m in root.modules() if getattr(m, "weight", None) is not None and isinstance(getattr(m, "eps", None), float)}
@@ -60,7 +64,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 def _share(name: str, share: Any) -> float:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise TypeError(f"{name} of recompute is a share above 0 and up to 1, not {share!r}")
+        raise TypeError(f"{name} of recompute must be above 0 and at most 1, not {share!r}")
     return float(share)
 
 
@@ -80,14 +84,14 @@ def _blocks(scene: Any) -> tuple[list[Any], str]:
 def _blocks_again(scene: Any, share: float, ledger: Any) -> None:
     found, reason = _blocks(scene)
     if not found:
-        raise LookupError(f"there is no block to compute again: {reason}")
+        raise LookupError(f"there is no block to recompute: {reason}")
     chosen = spread(found, share)
     refused: list[str] = []
 
     def refuse(why: str) -> None:
         refused.append(why)
         if len(refused) == len(chosen):
-            scene.report("recompute", f"no block of this program can be computed twice: {why}")
+            scene.report("recompute", f"no block of this program can be recomputed: {why}")
 
     for module in chosen:
         scene.wrap_forward(module, _again(Block(scene.torch, module, refuse)), ledger)
@@ -100,7 +104,7 @@ def _again(block: Block) -> Any:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Saved tensors are kept in half of their bits."""
+    """Keeps saved tensors with half of their bits."""
     for root in scene.roots:
         scene.wrap_forward(scene.without_ranks(root), in_half_the_bits(scene.torch), ledger)
     return ledger.restore
@@ -111,7 +115,7 @@ def code(value: Value) -> str:
         some = "" if value["blocks"] == 1 else f"  # {value['blocks']:.0%} of the blocks".replace("%", " %")
         return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){some}"
     kept = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]" if isinstance(value, dict) and value.get("ops") == "cheap" else "[]"
-    return (f"keep = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, {kept})  # the nearest that torch has\n"
+    return (f"keep = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, {kept})  # torch's closest equivalent\n"
             "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep)")
 
 

@@ -1,10 +1,13 @@
 """Let oneDNN compute float32 convolutions and matrix products with bfloat16 multiplications on the CPU.
 
-What it does: torch.set_float32_matmul_precision("medium"), and fp32_precision = "bf16" for oneDNN's convolutions and RNNs.
-Why it is faster: processors with AMX or AVX512-BF16 multiply bfloat16 at several times the rate of float32. Tensors stay float32.
+What it does: calls torch.set_float32_matmul_precision("medium") and sets fp32_precision = "bf16" for oneDNN's
+    convolutions and RNNs.
+Why it is faster: processors with AMX or AVX512-BF16 multiply bfloat16 at several times the rate of float32.
+    Tensors stay float32.
 When it does not help: processors without these instructions; small operations.
 What it can change: products, which have about two decimal digits; sums and tensors stay float32.
-Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull request 126054); measured on your program before it is kept.
+Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull request 126054);
+    measured on your program before it is kept.
 Sources: PyTorch documentation, "MKLDNN backend".
 """
 
@@ -29,14 +32,15 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
         return Skip("this PyTorch was built without oneDNN")
     mkldnn = torch.backends.mkldnn
     chosen = next((each.fp32_precision for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn) if each.fp32_precision != "none"), None)
-    if chosen is not None:  # "none" is the default; "ieee" was written by somebody
-        return Skip(f"the program has set the float32 precision of oneDNN to {chosen} itself")
+    if chosen is not None:  # "none" is the default; "ieee" is a choice of the program
+        return Skip(f"the program has already set the float32 precision of oneDNN to {chosen}")
     return Options((True,))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     torch, mkldnn = scene.torch, scene.torch.backends.mkldnn
-    # Matrix products through the older family of flags, which keeps both in step: otherwise reading it raises from then on.
+    # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
+    # raises.
     for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
         ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
     before = torch.get_float32_matmul_precision()

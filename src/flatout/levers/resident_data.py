@@ -1,14 +1,17 @@
-"""Keep the whole data set on the GPU, or beside it, and make batches there.
+"""Keep the whole data set on the GPU, or in host memory, and make batches on the GPU.
 
-What it does: samples are kept as they are before anything random happens to them, as `cached_prefix` does, but on the GPU; a batch is
-    gathered and transformed there. With "host", samples stay in host memory, and the bytes of a batch are copied before they are transformed.
-    The script receives the same host tensors as before, and when it moves one to the GPU it is
-    handed the one that is there already.
-Why it is faster: a small GPU makes batches faster than many cores, and the program's own thread only starts the work.
-When it does not help: sets that do not fit; transforms that need samples one by one; programs that wait for the model anyway.
-What it can change: nothing: random numbers are still drawn on the host, in the plain order, and the first batch is made both ways
-    and compared bit for bit.
-Evidence: airbench and its like keep CIFAR-10 on the GPU for this reason; measured on your program before it is kept.
+What it does: stores each sample as it is before its random transforms, as `cached_prefix` does, but on the
+    GPU. It gathers and transforms batches there. With "host", samples stay in host memory, and the bytes of a
+    batch are copied before the transforms. The script receives the same host tensors as before. When it moves
+    one to the GPU, it gets the copy that is already there.
+Why it is faster: even a small GPU makes batches faster than many CPU cores, and the program's thread only
+    launches the work.
+When it does not help: data sets that do not fit; transforms that need single samples; programs that wait for
+    the model anyway.
+What it can change: nothing: random numbers are still drawn on the host, in the same order. The first batch is
+    computed both ways and compared bit for bit.
+Evidence: airbench and similar programs keep CIFAR-10 on the GPU for this reason; measured on your program
+    before it is kept.
 Sources: KellerJordan/cifar10-airbench; torch documentation, "CUDA semantics".
 """
 
@@ -21,7 +24,7 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 MIB = 2**20
-SHARE = 4  # a quarter of the GPU's memory is the most, or of the host's
+SHARE = 4  # use at most a quarter of the GPU's or the host's memory
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -29,7 +32,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if gpu is None or (scene.backwards and scene.device_type != "cuda"):
         return Skip("the program does not train on a CUDA device")
     most = gpu.memory_bytes // MIB // SHARE
-    if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
     from flatout.pipeline.feed import tried
     from flatout.pipeline.keeping import Keep, Memory
@@ -45,14 +48,14 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
     if whole > max(most, beside):
-        return Skip(f"the data takes {whole} MiB, and {most} of the GPU's or {beside} of the host's are for it at most")
+        return Skip(f"the data needs {whole} MiB, and the limit is {most} MiB on the GPU or {beside} MiB on the host")
     values: list[Value] = [{"mib": whole}] if whole <= most else []
     return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
-        raise TypeError(f"the value of resident_data is a table such as {{mib = 512}}, not {value!r}")
+        raise TypeError(f"the value of resident_data must be a table such as {{mib = 512}}, not {value!r}")
     from flatout.pipeline.device import Resident, Twins, hand_out
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
@@ -71,7 +74,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     def resident(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
-        # Where the optimizers' weights are; a script that makes them later is taken to use the current device.
+        # The device of the optimizers' weights, or the current device if the script creates them later.
         device = scene.device if scene.device_type == "cuda" else torch.device("cuda", torch.cuda.current_device())
         feed.resident = None if feed.keeps_nothing else Resident(device, twins, bool(value.get("host")))
         feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
@@ -85,7 +88,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Hands out the neighbour's samples."""
+    """Returns the adjacent samples."""
     from flatout.pipeline.feed import Feed
 
     class Shifted(Feed):

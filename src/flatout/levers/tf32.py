@@ -1,11 +1,14 @@
-"""Let float32 matrix products and convolutions use the TF32 mode of the Tensor Cores.
+"""Use the TF32 mode of the Tensor Cores for float32 matrix products and convolutions.
 
-What it does: torch.set_float32_matmul_precision("high"). Convolutions and RNNs of cuDNN use TF32 by default already.
-Why it is faster: TF32 multiplies with 10 bits of mantissa at several times the rate of float32 and adds in float32.
-When it does not help: on CPUs, on GPUs before Ampere, and where the model runs in half precision already.
-What it can change: products, which have about three decimal digits: as many bits of mantissa as float16, with the range of float32. So its
-    effect is that of half precision, and `--effects exact,rounding` leaves it out.
-Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program before it is kept.
+What it does: calls torch.set_float32_matmul_precision("high"). cuDNN's convolutions and RNNs use TF32 by
+    default already.
+Why it is faster: TF32 multiplies with 10 bits of mantissa at several times the rate of float32, and adds in
+    float32.
+When it does not help: CPUs; GPUs before Ampere; models that already run in half precision.
+What it can change: products, which have about three decimal digits: the mantissa of float16 with the range of
+    float32. So its effect is that of half precision, and `--effects exact,rounding` excludes it.
+Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program
+    before it is kept.
 Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Ampere (and later) devices".
 """
 
@@ -26,25 +29,28 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if torch.cuda.get_device_capability(device)[0] < 8:
         return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
     if torch.are_deterministic_algorithms_enabled():
-        return Skip("deterministic algorithms are switched on, so the precision is left as it is")
+        return Skip("deterministic algorithms are enabled, so the precision does not change")
     return _choice_of_the_script(torch) or Options((True,))
 
 
 def _choice_of_the_script(torch: Any) -> Skip | None:
-    """Either family of flags tells. By default the newer one says "none"; "ieee" was written by somebody."""
+    """The reason to skip if either family of flags is set.
+
+    The newer flag is "none" by default; "ieee" is a choice of the script.
+    """
     newer = torch.backends.cuda.matmul.fp32_precision
     try:
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses where the families disagree
+    except RuntimeError:  # torch raises if the families disagree
         older = "highest"
     chosen = newer if newer != "none" else older
-    return Skip(f"the float32 precision of matrix products is set to {chosen} already") if (newer, older) != ("none", "highest") else None
+    return Skip(f"the float32 precision of matrix products is already set to {chosen}") if (newer, older) != ("none", "highest") else None
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     torch = scene.torch
-    # Through the older family of flags, which keeps both in step. With the newer one alone, reading allow_tf32 or
-    # get_float32_matmul_precision raises from then on (torch 2.14): in the script, in flex attention, in max-autotune.
+    # The older flags keep both families consistent. With the newer ones alone, reading allow_tf32 or
+    # get_float32_matmul_precision raises (torch 2.14): in the script, in flex attention, in max-autotune.
     for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
         ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
     before = torch.get_float32_matmul_precision()
@@ -54,7 +60,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Rounds weights to eight bits, once: what a careless precision switch would do."""
+    """Rounds weights to a few bits, as a careless precision switch would."""
     return _eight_bits(scene, ledger)
 
 

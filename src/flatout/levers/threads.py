@@ -1,9 +1,10 @@
-"""Use fewer threads inside an operation.
+"""Use fewer threads inside each operation.
 
-What it does: torch.set_num_threads(n) for n below the default.
-Why it is faster: small operations spend more time waking threads than computing, and loader workers want cores too.
+What it does: calls torch.set_num_threads(n) with n below the default.
+Why it is faster: small operations spend more time waking threads than computing, and loader workers need
+    cores too.
 When it does not help: large convolutions and matrix products, which scale with the cores.
-What it can change: rounding; sums are split otherwise.
+What it can change: rounding; sums are split differently.
 Evidence: measured on your program before it is kept. On most programs the default is right.
 Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch.set_num_threads.
 """
@@ -20,13 +21,13 @@ from flatout.plan.words import Effect, Moment
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     now = scene.torch.get_num_threads()
     if scene.backwards and now != scene.threads_at_import:
-        return Skip(f"the program itself has set the number of threads to {now}")
+        return Skip(f"the program has already set the number of threads to {now}")
     if asked := facts.environment.get("OMP_NUM_THREADS"):
-        return Skip(f"the environment sets OMP_NUM_THREADS={asked}; unset it to have this lever measured")
+        return Skip(f"the environment sets OMP_NUM_THREADS={asked}; unset it to measure this lever")
     if now < 2:
-        return Skip("torch uses one thread in this process already, and this lever only takes threads away")
+        return Skip("torch already uses one thread in this process, and this lever only reduces threads")
     if scene.device_type != "cpu":
-        return Skip(f"the parameters are on {scene.device_type}, where the threads of the CPU do not compute")
+        return Skip(f"the parameters are on {scene.device_type}, where CPU threads do not compute")
     return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
 
 
@@ -38,7 +39,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """A "race": one parameter gets a tenth of its update from the wrong place."""
+    """A "race": one parameter receives part of its update from the wrong position."""
     parameter = scene.parameters[0]
     hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
     ledger.call("gradient hook", hook.remove)

@@ -1,1 +1,1 @@
-"""The library for people who own their loop: `flatout.Loop` and what it stands on."""
+"""The library for users who write their own training loop: `flatout.Loop` and its parts."""

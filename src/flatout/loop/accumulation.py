@@ -1,4 +1,4 @@
-"""The gradient of an effective batch from those of its micro-batches."""
+"""Accumulate the gradient of an effective batch from its micro-batches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from flatout.loop.reduction import Answer
 from flatout.loop.rejoin import Rejoin
 from flatout.loop.tensor_parallel import TensorParallel
 
-HOW = ("mean", "sum", "max", "min", "last")  # values of micro-batches become one
+HOW = ("mean", "sum", "max", "min", "last")  # ways to combine the values of micro-batches
 
 
 class Accumulation:
-    """One step's sums. ``add`` is called for each micro-batch, in order, and runs its backward pass.
+    """Accumulates one step. Call ``add`` for each micro-batch, in order; it runs the backward pass.
 
-    Each micro-batch weighs by what its loss is averaged over. How many tokens there are is known at the end alone, so their gradients are made
-    for an estimate of that number and corrected once, on the device; where samples are counted, nothing is to be corrected. ``summed`` says that
-    losses are sums; then every weight is 1. ``rejoin``, where ranks exchange gradients inside the last backward pass: what they exchange must be right
-    before it, and a rank whose last micro-batch counts nothing must bring its gradients all the same.
+    Each micro-batch is weighted by the number that its loss is averaged over. The total number of tokens is
+    known only at the end. Gradients are therefore computed for an estimate of it and corrected once, on the
+    device. With a mean over samples nothing needs correction.
+
+    ``summed``: losses are sums, so every weight is 1. ``rejoin`` is set if ranks exchange gradients inside
+    the last backward pass. Their gradients must then be correct before it, and a rank whose last micro-batch
+    counts nothing must still contribute.
     """
 
     def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None,
@@ -42,7 +45,7 @@ class Accumulation:
             if exchanging is not None:
                 self._correct(exchanging.parameters, sum(self._weights))
                 exchanging.take_part()
-            return  # no token counts here: its loss is 0 / 0, and in the whole batch it had no part
+            return  # no token counts here: the loss is 0 / 0 and contributes nothing to the whole batch
         if exchanging is not None and counted:
             self._correct(exchanging.parameters, sum(self._weights) + weight)
         if self._estimate is None:
@@ -53,14 +56,17 @@ class Accumulation:
         self._weights.append(weight)
 
     def loss(self, parameters: list[Any]) -> Any:
-        """The loss of the whole effective batch. Called at the end: corrects the gradients of ``parameters`` where their number was estimated."""
+        """Return the loss of the whole effective batch.
+
+        Call it last: it corrects gradients made for an estimate.
+        """
         total = 1.0 if self.summed else sum(self._weights)
         if hasattr(total, "dtype"):
             self._correct(parameters, total)
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
 
     def _correct(self, parameters: list[Any], total: Any) -> None:
-        """Gradients that were made for the estimate become those for ``total``, which takes its place."""
+        """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
         gradients = [p.grad if self.divided is None else self.divided.local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
@@ -68,7 +74,10 @@ class Accumulation:
         self._estimate = total
 
     def values(self, how: Mapping[str, str]) -> dict[str, Any]:
-        """The further values of all micro-batches, each joined as ``how`` says, by samples where it says nothing."""
+        """Combine the further values of all micro-batches.
+
+        ``how``: by name; the default is the mean weighted by samples.
+        """
         joined = {}
         for name in self._values[0][0]:
             each, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
@@ -95,7 +104,10 @@ def _is_nothing(weight: Any) -> bool:
 
 
 def _as_scalar(torch: Any, count: Any, loss: Any) -> Any:
-    """The number that a loss is averaged over, as a tensor beside it: reading it would wait for the device."""
+    """The number that a loss is averaged over, as a tensor on the loss's device.
+
+    Reading it as a number would synchronise.
+    """
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if hasattr(count, "detach"):
         return count.detach().to(device=loss.device, dtype=dtype)

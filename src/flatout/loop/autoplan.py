@@ -1,12 +1,13 @@
-"""plan="auto": a Loop tunes itself in its first steps, each of which trains.
+"""``plan="auto"``: a Loop tunes itself in its first steps, which all count as training.
 
-First step     plain, as always
-next ones      plain, listened to by the guard's step replica
-then           for each live lever: the guard does the heard steps again on copies, with the lever; only one that passes is switched on and off
-               between real steps (`flatout.loop.tuning`)
+    first step    plain, as always
+    next steps    plain, recorded by the guard's step replica
+    then          for each live lever: the guard repeats the recorded steps on copies, with the lever. Only
+                  levers that pass are switched on and off between real steps (`flatout.loop.tuning`)
 
-The guard comes before the contest, because the contest's steps count. It is the part of the guard that one process can run: gradients beside float64,
-updates and outputs, bit by bit for levers that claim to change none. Loss curves of other seeds are what `flatout tune` adds.
+The guard runs before the comparison because the steps of the comparison count. It is the part of the guard
+that one process can run: gradients against float64, updates and outputs, bit by bit for exact levers.
+`flatout tune` also compares loss curves of other seeds.
 """
 
 from __future__ import annotations
@@ -30,19 +31,25 @@ from flatout.plan.words import Effect, Moment, Origin
 from flatout.trial.blocks import SLOW_TICK_MS
 
 LOGGER = logging.getLogger("flatout")
-VALUES = 2  # of a lever: the likeliest
+VALUES = 2  # per lever: the most promising ones
 
 
 def effects_of(asked: str) -> frozenset[Effect]:
-    """What a tuned plan may change. Raises LoopError for anything that a Loop cannot guard by itself."""
+    """The effects that a tuned plan may have.
+
+    Raises LoopError for effects that a Loop cannot check by itself.
+    """
     if asked not in (Effect.EXACT, Effect.ROUNDING, Effect.PRECISION):
-        raise LoopError(f'effects={asked!r}: it is "exact" (every bit stays), "rounding" (the same maths, rounded otherwise) or "precision" (also products '
-                        "in half precision).")
+        raise LoopError(f'effects={asked!r} is not supported. Use "exact" (no bit changes), "rounding" (the same maths, rounded '
+                        'differently) or "precision" (also products in half precision).')
     return frozenset(effect for effect in Effect if effect.rank <= Effect(asked).rank)
 
 
 class Autoplan:
-    """``step_begins`` makes the levers of a step hold, ``step_ends`` tells how it went. ``found`` is None while it is being tuned."""
+    """``step_begins`` activates the levers of a step, ``step_ends`` reports its result.
+
+    ``found`` is None until tuning ends.
+    """
 
     def __init__(self, scene: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
         self.scene, self.applier, self.model, self.optimizer, self.device, self.effects = scene, applier, model, optimizer, device, effects
@@ -58,14 +65,14 @@ class Autoplan:
         self._budget = self._used = 0
         self._start: Any = None
 
-    # -- the steps ----------------------------------------------------------------------------------------------------------
+    # -- the steps -------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         self._inside = True
         self._start = self._clock.mark()
 
     def step_ends(self, parts: int, ran_out: bool, coming: int | None) -> None:
-        """``coming``: the steps after this one, where somebody knows."""
+        """``coming``: the number of steps after this one, or None if unknown."""
         self._inside = False
         end = self._clock.mark()
         if self._replica is None:
@@ -102,7 +109,7 @@ class Autoplan:
     def _end(self, tried: list[Tried]) -> None:
         kept = tuple(Choice(each.choice.name, each.choice.value, Origin.TUNER, each.evidence) for each in tried if each.kept)
         self._switch(tuple(each.choice for each in tried if each.kept))
-        self._replica = None  # its copies of the model go
+        self._replica = None  # frees its copies of the model
         self.found = Tuned(Plan(kept), (*tried, *self._left_out), self._used)
         for each in tried:
             LOGGER.info(each.sentence())
@@ -110,7 +117,7 @@ class Autoplan:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of each lever; of one with several values, of each that was measured."""
+        """One outcome per lever, or one per measured value."""
         return [Outcome(each.choice, each.kept, "" if each.kept else each.reason) for each in self.found.tried] if self.found is not None else []
 
     def take_off(self) -> None:
@@ -119,7 +126,7 @@ class Autoplan:
         if self.found is None:
             self.found = Tuned(Plan(), (), self._used)
 
-    # -- the guard ----------------------------------------------------------------------------------------------------------
+    # -- the guard -------------------------------------------------------------------------------------------
 
     def _listen(self, parts: int) -> None:
         self.scene.first_step_done(parts)
@@ -139,17 +146,20 @@ class Autoplan:
             self._replica.forward_end(model, output)
 
     def _refused(self, choices: Sequence[Choice], effect: Effect) -> str:
-        """Why the guard does not let these levers pass, or nothing. Levers are off meanwhile: some act on the whole process."""
+        """Why the guard rejects these levers together, or "".
+
+        Levers are off meanwhile: some act on the whole process.
+        """
         assert self._replica is not None
         self._switch(())
         with kept_random_state(self.scene.torch, self.device):
             told = self._replica.judge(choices, bitwise=effect is Effect.EXACT)
         if "failure" in told:
-            return f"it could not be checked: {told['failure']}"
+            return f"the guard could not check it: {told['failure']}"
         failed = [each["why"] for each in told["checks"] if not each["passed"]]
-        return f"the guard refused it: {'; '.join(failed)}" if failed else ""
+        return f"the guard rejected it: {'; '.join(failed)}" if failed else ""
 
-    # -- the levers ---------------------------------------------------------------------------------------------------------
+    # -- the levers ------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[tuple[Choice, Effect]]:
         found = []
@@ -167,14 +177,14 @@ class Autoplan:
         if lever.moment is Moment.PROCESS:
             return BEFORE_THE_PROGRAM
         if lever.moment is Moment.LOADER:
-            return "it is decided before the first batch is fetched: `flatout tune` measures it, and a plan with it applies it"
+            return "it acts before the first batch is fetched: run `flatout tune`, and use its plan"
         if lever.warms_up:
-            return "its first steps are slow and must be paid back: `flatout tune` measures whether they are"
+            return "its first steps are slow: `flatout tune` measures whether it pays off"
         if not lever.live:
             return "it cannot be switched between two steps: `flatout tune` measures it"
         if lever.saves_memory:
-            return "it gives time for memory: a plan with it applies it"
+            return "it costs time and saves memory: choose it in a plan"
         if effect not in self.effects:
-            return f"its effect here is {effect}, which was not asked for"
+            return f"its effect here is {effect}, which was not requested"
         return ""
 

@@ -1,7 +1,10 @@
-"""Batches as users' loaders make them: nested tuples, lists, mappings and dataclasses of tensors. How many samples, parts of them, on a device.
+"""Batches of users' loaders: nested tuples, lists, mappings and dataclasses of tensors.
 
-A batch has ``B`` samples where every tensor that has samples has them along its first dimension. A list or tuple of ``B`` things that are no
-tensors (file names, captions) has one for each sample, too. Everything else belongs to the whole batch and goes into every part.
+Count, split and move them.
+
+A batch has ``B`` samples along the first dimension of its tensors. A list or tuple of ``B`` other values
+(file names, captions) also has one per sample. Everything else belongs to the whole batch and goes into every
+part.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from flatout.plan.errors import LoopError
 
 
 def size_of(batch: Any) -> int:
-    """The number of samples: the length of the first tensor that has a dimension. Raises LoopError where there is none."""
+    """The number of samples: the length of the first tensor with a dimension.
+
+    Raises LoopError if there is none.
+    """
     if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
         return int(batch[0].shape[0])
     for tensor in tensors_of(batch):
         if tensor.dim():
             return int(tensor.shape[0])
     raise LoopError(f"a batch of the loader ({type(batch).__name__}) holds no tensor with a dimension, so its samples cannot be counted. "
-                    "Let the loader give tensors whose first dimension is the sample.")
+                    "Let the loader return tensors of shape (samples, ...).")
 
 
 def tensors_of(batch: Any) -> Iterator[Any]:
@@ -40,7 +46,10 @@ def tensors_of(batch: Any) -> Iterator[Any]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """The batch in parts of these many samples, views of its tensors; their sum must be the batch's size."""
+    """Split a batch into parts of the given sizes, as views of its tensors.
+
+    The sizes must add up to the batch's size.
+    """
     total = sum(sizes)
     if len(sizes) == 1:
         return [batch]
@@ -62,7 +71,7 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
 
 
 def moved(batch: Any, device: Any) -> Any:
-    """The batch on a device; copies from pinned memory do not wait."""
+    """Move the batch to a device; copies from pinned memory are asynchronous."""
 
     def of(thing: Any) -> Any:
         if hasattr(thing, "untyped_storage"):

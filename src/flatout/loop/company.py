@@ -1,4 +1,7 @@
-"""The ranks of one training that keep a save together: what the first one says, all hear, and what one of them wants, all do after the same step."""
+"""The ranks that write a checkpoint together.
+
+The first rank's decision reaches all ranks, and all ranks checkpoint or stop after the same step.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import Any
 from flatout.loop.ranks import exchanged, group_of, largest, told_by_all
 from flatout.plan.errors import SaveError
 
-STARTED_AGAIN = "started again, the training goes on from its last save."
+STARTED_AGAIN = "start the same command again to resume from the last checkpoint."
 
 
 class Company:
-    """Its group on the CPU is the one that Loops of these ranks share."""
+    """The ranks and their CPU group, which all Loops of these ranks share."""
 
     def __init__(self, torch: Any, members: Sequence[int]) -> None:
         self.torch, self.members = torch, list(members)
@@ -20,20 +23,20 @@ class Company:
         self._group = group_of(torch.distributed, tuple(members))
 
     def told(self, words: Any) -> Any:
-        """What the first rank says, in values that JSON has."""
+        """Broadcast a JSON value from the first rank."""
         return self._told_by_all(words if self.rank == 0 else None)[0]
 
     def all_fine(self, error: Exception | None) -> None:
-        """Raises this rank's error, or SaveError with another's words: one goes on only where all do."""
+        """Raises this rank's error, or SaveError with another rank's: one rank continues only if all do."""
         found = self._told_by_all(f"{error}" if error is not None else "")
         if error is not None:
             raise error
         for rank, words in zip(self.members, found, strict=True):
             if words:
-                raise SaveError(f"rank {rank} cannot go on from the save, so no rank does: {words}")
+                raise SaveError(f"rank {rank} cannot resume from the checkpoint, so all ranks stop: {words}")
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Of each of these numbers over all ranks."""
+        """The maximum of each number over all ranks."""
         found: list[int] = exchanged(lambda: largest(self.torch, self._group, numbers), STARTED_AGAIN)
         return found
 
@@ -43,7 +46,7 @@ class Company:
 
 
 def company_of(torch: Any, model: Any) -> Company | None:
-    """None for a process that trains alone."""
+    """The ranks of this training; None for a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.is_gloo_available()):
         return None

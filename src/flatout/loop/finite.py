@@ -1,4 +1,4 @@
-"""Losses that are NaN or infinite: seen without making a device wait, and traced to the module that gave the first such number."""
+"""Detect NaN and infinite losses without synchronising the device, and find the module that produced them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from flatout.loop.batches import tensors_of
 
-MOST_PENDING = 64  # losses on their way from the device
+MOST_PENDING = 64  # losses being copied from the device
 
 
 class Watch:
-    """``bad`` says which step had a loss that is not finite. On a CPU at once; on a device some steps later, when its copy has arrived."""
+    """``bad`` tells which step had a non-finite loss: at once on a CPU, some steps later on a device."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self.torch, self.waits = torch, device.type != "cpu"
@@ -21,7 +21,10 @@ class Watch:
         self._pending: deque[tuple[int, Any, Any]] = deque()
 
     def bad(self, index: int, loss: Any) -> int | None:
-        """The step whose loss is now known to be bad: this one, or an earlier one."""
+        """The step whose loss is now known to be non-finite: this one or an earlier one.
+
+        None if all are finite.
+        """
         if not self.waits:
             return None if math.isfinite(loss.item()) else index
         if self._cuda:
@@ -31,7 +34,7 @@ class Watch:
             event.record(self.torch.cuda.current_stream(loss.device))
             self._pending.append((index, copy, event))
             return self._arrived(everything=len(self._pending) > MOST_PENDING)
-        return None  # no way to ask another device without waiting for it
+        return None  # other devices cannot be queried without synchronising
 
     def _arrived(self, everything: bool) -> int | None:
         while self._pending and (everything or self._pending[0][2].query()):
@@ -43,30 +46,33 @@ class Watch:
 
 
 def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
-    """In words, where the first number that is not finite comes from: parameters, or the module that made it from finite ones. Runs forward once more."""
+    """Describe where the first non-finite number comes from: a parameter, or the module that made it.
+
+    Runs the forward pass once more.
+    """
     wrong = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return f"parameter {wrong[0]}{more} is not finite: an update before this step has made it so (too large a learning rate, or a gradient without end)"
+        return f"parameter {wrong[0]}{more} is not finite: an earlier update made it so. Lower the learning rate, or check for infinite gradients"
     seen: list[str] = []
     hooks = [torch.nn.Module.register_forward_hook(module, _listener(name or type(model).__name__, module, seen)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
             call()
     except Exception as error:
-        seen.append(f"the forward pass fails when it is done again ({type(error).__name__})")
+        seen.append(f"the forward pass fails when it is repeated ({type(error).__name__})")
     finally:
         for hook in hooks:
             hook.remove()
-    return seen[0] if seen else "every module gives finite numbers: it is the loss itself that makes it, or the batch"
+    return seen[0] if seen else "every module returns finite numbers: look at the loss computation and the batch"
 
 
 def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
     def hear(_: Any, inputs: Any, output: Any) -> None:
         if seen or all(map(_finite, tensors_of(output))):
             return
-        if not all(map(_finite, tensors_of(inputs))):  # no module before it has made them
-            seen.append(f"the inputs of module {name} are not finite already: look at the batch")
+        if not all(map(_finite, tensors_of(inputs))):  # no earlier module made them
+            seen.append(f"the inputs of module {name} are not finite: look at the batch")
             return
         seen.append(f"module {name} ({type(module).__name__}) made it from finite inputs")
 

@@ -1,7 +1,8 @@
-"""The gradient of one effective batch in ``.grad``, whatever happens on the way to it.
+"""Compute the gradient of one effective batch into ``.grad``.
 
-A batch that fits is one forward and one backward pass, as in a raw loop. What does not fit, or is made of several batches, is accumulated from
-micro-batches. Where memory runs out, all is done again from the start, with the same random state, in smaller ones.
+A batch that fits is one forward and one backward pass, as in a plain loop. A batch that does not fit, or an
+effective batch of several, is accumulated from micro-batches. If memory runs out, the step restarts with the
+same random state in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
 from flatout.plan.errors import LoopError
 
-WATCHED_STEPS = 8  # the first ones, in which it is seen which generators a step draws from
-WATCHED_AGAIN = 64  # one step in so many, where none drew: dropout may be switched on later
+WATCHED_STEPS = 8  # the first steps, which detect the generators that a step draws from
+WATCHED_AGAIN = 64  # if none drew, check one step in this many: dropout may be enabled later
 
-Window = list[tuple[Any, int]]  # batches of one effective batch, each with its samples
+Window = list[tuple[Any, int]]  # the batches of one effective batch, each with its number of samples
 
 
 class Gradient:
-    """``reduction`` is "mean" or "sum", or None until it was tried out. ``watch`` is None where NaN is no reason to stop."""
+    """``reduction`` is "mean" or "sum", or None until tested.
+
+    ``watch`` is None if NaN does not stop the loop.
+    """
 
     def __init__(self, training: Training, micro_batches: MicroBatches, metrics: Mapping[str, str], reduction: str | None, allow_inexact: bool,
                  watch: Watch | None) -> None:
@@ -41,7 +45,10 @@ class Gradient:
         self._draws = self._draws_elsewhere = False  # from torch's generators, from `random` or numpy
 
     def make(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
-        """The loss of the whole effective batch, the number of micro-batches, and further values. Raises LoopError."""
+        """Return the loss of the effective batch, the number of micro-batches and further values.
+
+        Raises LoopError.
+        """
         training = self.training
         optimizer, ranks, masters = training.optimizer, training.ranks, training.precision.masters
         watched = index < WATCHED_STEPS
@@ -66,11 +73,11 @@ class Gradient:
                         ranks.end(error)
                     raise
                 failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
-            # Outside of the except block: the exception is gone, and with it the frames that hold the step's tensors.
+            # Outside the except block, so that the frames that hold the step's tensors are freed.
             if failed is not None:
                 release(training.torch, training.device)
                 if training.divided is not None:
-                    raise LoopError(f"out of memory ({failed.said}), and ranks that share layers cannot do a step again. Take smaller micro-batches: "
+                    raise LoopError(f"out of memory ({failed.said}). Ranks that share layers cannot repeat a step. Use smaller micro-batches: "
                                     f"micro_batch={max(1, failed.size // 2)}.")
             if ranks is not None:
                 failed = ranks.agree(failed)
@@ -89,7 +96,7 @@ class Gradient:
         return made
 
     def state(self) -> dict[str, Any]:
-        """What was learned on the way, for a save."""
+        """The detected reduction and generators, for a checkpoint."""
         return {"reduction": self.reduction, "draws": self._draws, "draws_elsewhere": self._draws_elsewhere}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -97,7 +104,7 @@ class Gradient:
         self._draws, self._draws_elsewhere = state["draws"], state["draws_elsewhere"]
 
     def divides(self, window: Window) -> None:
-        """Batches are to be divided: say whether they can be, on all ranks. Raises LoopError."""
+        """Check on all ranks whether batches can be split. Raises LoopError if not."""
         self._agree_on(partial(self._recognise, window))
 
     def _accumulated(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
@@ -120,7 +127,10 @@ class Gradient:
         return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
     def _whole(self, index: int, batch: Any) -> tuple[Any, int, dict[str, Any]]:
-        """As a raw loop does it. Every step comes through here, so what is not needed is not called."""
+        """One forward and backward pass as in a plain loop.
+
+        This is the hot path: call nothing unnecessary.
+        """
         training, plain = self.training, self.training.precision.plain
         if self._moves:
             batch = self._on_device(batch)
@@ -143,14 +153,14 @@ class Gradient:
             return self.training.loss_fn(model, batch)
 
     def _alone(self, batch: Any) -> Any:
-        """What loss_fn gives, of what one rank may call without the others."""
+        """The result of loss_fn with the model that one rank may call without the others."""
         return self._loss_of(self._on_device(batch), self.training.alone)
 
     def _on_device(self, batch: Any) -> Any:
         return moved(batch, self.training.device) if self._moves else batch
 
     def _no_sync(self) -> Any:
-        """Ranks exchange gradients once a step."""
+        """Ranks exchange gradients once per step."""
         no_sync = getattr(self.training.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
@@ -159,13 +169,13 @@ class Gradient:
         if bad is None:
             return
         here = bad == index
-        late = f"the loss of step {bad} was not finite, which was known {index - bad} steps later"
+        late = f"the loss of step {bad} was not finite (detected {index - bad} steps later)"
         said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
         where = first_bad_module(self.training.torch, self.training.alone, lambda: self._alone(batch))
-        kept = "The weights are those before this step." if here else "The weights may be spoiled: go on from your last save."
-        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" trains on.")
+        kept = "The weights are those before this step." if here else "The weights may be corrupt: resume from your last checkpoint."
+        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" continues.")
 
-    # -- what is learned on the way -----------------------------------------------------------------------------------------
+    # -- what the first steps determine ----------------------------------------------------------------------
 
     def _recognise(self, window: Window) -> None:
         if self.reduction is not None:
@@ -177,7 +187,7 @@ class Gradient:
         self.reduction = Recogniser(self.training.torch, self.training.alone, self._alone).recognise(batch, size)
 
     def _agree_on(self, decide: Callable[[], None]) -> None:
-        """What divides batches is decided on all ranks or on none."""
+        """Make a decision about splitting batches on all ranks or on none."""
         refusal = None
         try:
             decide()
@@ -189,20 +199,23 @@ class Gradient:
             raise refusal
 
     def _smaller(self, failed: OutOfMemory, window: Window) -> None:
-        """Smaller micro-batches from here on. Raises LoopError where there are none, or none that are exact."""
+        """Use smaller micro-batches from now on.
+
+        Raises LoopError if there are none, or none with the exact gradient.
+        """
         if failed.size <= 1:
             raise LoopError(f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}") from None
         if self.reduction is None:
             try:
                 self._recognise(list(_few(window)))
             except LoopError as refusal:
-                raise LoopError(f"out of memory with {failed.size} samples ({failed.said}), and smaller micro-batches would change the gradient: "
+                raise LoopError(f"out of memory with {failed.size} samples ({failed.said}). Smaller micro-batches would change the gradient: "
                                 f"{refusal}") from None
         self.micro_batches.shrink(failed.size)
 
 
 def _few(window: Window) -> Iterator[tuple[Any, int]]:
-    """Two samples, which have room where a batch has not."""
+    """Two samples, which fit into memory when a batch does not."""
     batch, size = window[0]
     few = min(size, 2)
     yield (split(batch, [few, size - few])[0] if size > few else batch), few

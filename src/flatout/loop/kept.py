@@ -1,4 +1,4 @@
-"""All of a Loop that the next process needs to go on: gathered for a save, and put back from one."""
+"""The training state of a Loop: collect it for a checkpoint, and restore it from one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precisi
 
 
 def storable(model: Any) -> None:
-    """Raises LoopError for a model whose state cannot be had without all ranks, who would wait for each other."""
+    """Raises LoopError if reading the model's state needs a collective of all ranks, which would deadlock."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is not None and any(isinstance(each, module.FullyShardedDataParallel) for each in model.modules()):
-        raise LoopError("saves= does not go with FullyShardedDataParallel, whose parameters are pieces without a shape. Divide the model with fully_shard "
-                        "(torch.distributed.fsdp), which torch has put in its place.")
+        raise LoopError("saves= does not support FullyShardedDataParallel, whose flat parameters have no shape. Shard the model with "
+                        "fully_shard (torch.distributed.fsdp), its successor in torch.")
 
 
 class Kept:
-    """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``. ``stage``: what this rank has of a model that is
-    cut into stages, None for any other."""
+    """``also``: further objects to store by name, each with ``state_dict`` and ``load_state_dict``.
+
+    ``stage``: this rank's stage of a pipeline, None for any other model.
+    """
 
     def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], stage: Any = None) -> None:
         self.loop, self.also, self.torch, self.stage = loop, also, loop.torch, stage
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
-        self.model = stage if stage is not None else loop.model.module if parallel else loop.model  # one process can go on from a save of many
+        self.model = stage if stage is not None else loop.model.module if parallel else loop.model  # one process can resume from a checkpoint of many
         self._slices = any(map(is_divided, (*loop.parameters, *self.model.parameters())))
 
     def state(self) -> dict[str, Any]:
@@ -44,17 +46,20 @@ class Kept:
                 "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None}
 
     def part(self) -> dict[str, Any]:
-        """What a rank beside the first brings to a save: what is not the same on all of them."""
+        """The contribution of a rank other than the first: everything that differs between ranks."""
         whole = self.state() if self._slices or self.stage is not None else {}
         return {"all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()}, "slices": slices_in(whole),
                 "stage": whole if self.stage is not None else None}
 
     def parameters(self) -> set[str]:
-        """Where a save has the parameters, the parts of ranks among them."""
+        """The names of the parameters in a checkpoint, including the parts of ranks."""
         return {f"{part}model.{name}" for name, _ in self.model.named_parameters() for part in ("", "slices.", "stage.")}
 
     def like(self) -> Callable[[Where], Any]:
-        """What takes the tensor that stands somewhere in a save: that tells how it is divided. What an optimizer keeps of a parameter is divided as that is."""
+        """Return a lookup from a place in a checkpoint to the live tensor there.
+
+        The tensor tells how to shard the saved one. Optimizer state is sharded like its parameter.
+        """
         optimizers: dict[Where, Any] = {("optimizer",): self.loop.optimizer}
         optimizers |= {("also", name): thing for name, thing in self.also.items() if hasattr(thing, "param_groups")}
         owners = {(*where, "state"): [p for group in optimizer.param_groups for p in group["params"]] for where, optimizer in optimizers.items()}
@@ -76,7 +81,10 @@ class Kept:
         return found
 
     def put_back(self, state: Mapping[str, Any]) -> list[str]:
-        """Where something is not as it was saved. Raises SaveError where the state is of another training."""
+        """Restore the state and list what differs from it.
+
+        Raises SaveError if the state is of another training.
+        """
         loop = self.loop
         self._load("model", self.model, state["model"])
         for of, whole in self._modules().items():
@@ -85,13 +93,13 @@ class Kept:
                 module.training = name not in state["modes"].get(of, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
-            raise SaveError("the training was saved with a scheduler and has none now, or the other way round. Make it as it was, name another folder, or say "
+            raise SaveError("the training was saved with a scheduler and has none now, or vice versa. Restore it, name another folder, or use "
                             "fresh=True.")
         if state["scheduler"] is not None:
             self._load("scheduler", loop.scheduler, state["scheduler"])
         for name, value in state["also"].items():
             if name not in self.also:
-                raise SaveError(f"the training was saved with also={{{name!r}: ...}}, and has none of that name now. Give it, name another folder, or say "
+                raise SaveError(f"the training was saved with also={{{name!r}: ...}} and has none of that name now. Pass it, name another folder, or use "
                                 "fresh=True.")
             self._load(f"also[{name!r}]", self.also[name], value)
         loop.precision.load_state(state["precision"])
@@ -116,15 +124,15 @@ class Kept:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             said = " ".join(str(error).split())[:300]
-            raise SaveError(f"the save does not fit the {what} of this training: {said}. If it is of another training, name another folder, or say fresh=True, "
-                            "which puts it aside.") from error
+            raise SaveError(f"the checkpoint does not fit the {what} of this training: {said}. If it is of another training, name another folder, or use "
+                            "fresh=True, which moves it to a subfolder.") from error
 
     def _modules(self) -> dict[str, Any]:
-        """The model and what else is a module, the averages of its weights for instance."""
+        """The model and all other modules, for example averages of its weights."""
         return {"model": self.model, **{f"also {name}": thing for name, thing in self.also.items() if isinstance(thing, self.torch.nn.Module)}}
 
     def _buffers(self) -> dict[str, Any]:
-        """Those that a state_dict leaves out."""
+        """Buffers that are missing from the state_dict."""
         found = {}
         for of, whole in self._modules().items():
             stored = set(whole.state_dict(keep_vars=True))
@@ -132,7 +140,7 @@ class Kept:
         return found
 
     def _modes(self) -> dict[str, list[str]]:
-        """Modules that are not in training."""
+        """Modules that are not in training mode."""
         return {of: [name for name, module in whole.named_modules() if not module.training] for of, whole in self._modules().items()}
 
 
@@ -145,7 +153,10 @@ def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
 
 
 def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
-    """Names every place where what was put back is not what was saved: a load_state_dict may cast, round or leave out."""
+    """Report every place where the restored value differs from the saved one.
+
+    A load_state_dict may cast, round or omit values.
+    """
     if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):
         if not _same_bits(torch, saved, now):
             differs(where)

@@ -1,4 +1,4 @@
-"""The levers of a Plan on the objects of a Loop."""
+"""Apply the levers of a Plan to the objects of a Loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatout.plan.words import Moment
 from flatout.probe.machine import look
 
 LOGGER = logging.getLogger("flatout")
-BEFORE_THE_PROGRAM = "it acts before the program starts: `flatout run python train.py`, with this plan"
+BEFORE_THE_PROGRAM = "it acts before the program starts: run `flatout run python train.py` with this plan"
 
 
 def plan_of(given: Any) -> Plan:
@@ -29,11 +29,14 @@ def plan_of(given: Any) -> Plan:
         return given
     if isinstance(given, (str, Path)):
         return Plan.read(Path(given))
-    raise LoopError(f"plan is a {type(given).__name__}; give a flatout.Plan, the path of a flatout.toml, \"auto\", or None.")
+    raise LoopError(f"plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, \"auto\", or None.")
 
 
 class Levers:
-    """Applies a Plan in two moments, as in a script: before the first batch, and after the first step, which is a plain one."""
+    """Applies a Plan at two moments: before the first batch, and after the first step.
+
+    The first step runs without the late levers.
+    """
 
     def __init__(self, torch: Any, plan: Plan, model: Any, optimizer: Any, loss_fn: Callable[..., Any], loader: Any) -> None:
         self.plan = plan
@@ -44,7 +47,7 @@ class Levers:
         self.applier = Applier(TABLE, look(), self.scene)
 
     def early(self, loader: Any) -> Any:
-        """The loader to iterate over."""
+        """Apply the early levers and return the loader to iterate over."""
         self.outcomes = [Outcome(choice, False, BEFORE_THE_PROGRAM) for choice in self.plan
                          if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS]
         self.applier.start(self.plan, EARLY)
@@ -60,6 +63,6 @@ class Levers:
                 LOGGER.warning("%s is not applied: %s", outcome.choice.name, outcome.reason)
 
     def take_off(self) -> None:
-        """Put everything back that can be: what acts while the program runs."""
+        """Undo all levers that act while the program runs."""
         self.applier.switch(())
         self._ledger.restore()

@@ -1,15 +1,17 @@
-"""The training loop as an object: iterating it trains, each item is one optimizer step.
+"""The training loop as an object: iterate over it, and each item is one optimizer step.
 
     for step in flatout.Loop(model, optimizer, loss_fn, loader, epochs=3):
         if step.index % 100 == 0:
             print(step.index, float(step.loss))
 
-What happens inside one step, for an effective batch of one or more batches of the loader, each cut into one or more micro-batches:
+An effective batch is one or more batches of the loader. Each batch is split into one or more micro-batches.
+One step runs:
 
     zero_grad, for each micro-batch: forward, loss, backward; clip; optimizer.step; scheduler.step
 
-The gradient is the one that the whole effective batch would have given (`flatout.loop.reduction` says when there is such a thing). A step of one
-micro-batch is the raw loop, bit for bit. Should memory run out in it, the step is done again from its start in smaller micro-batches.
+The gradient equals that of the whole effective batch (`flatout.loop.reduction` checks that such a gradient
+exists). A step of one micro-batch is bitwise identical to a plain PyTorch loop. If memory runs out, the Loop
+repeats the step from its start in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -51,45 +53,71 @@ AUTO = "auto"
 
 
 class Loop:
-    """Trains ``model`` on the batches of ``loader``; iterate over it.
+    """Trains ``model`` on the batches of ``loader``. Iterate over it: each item is one optimizer step.
 
-    model            an nn.Module, on the device where it is to train
-    optimizer        of its parameters
-    loss_fn          ``loss_fn(model, batch)`` gives the loss, a scalar tensor: a mean or a sum over the samples of the batch. Where it is the mean over
-                     something else, it gives ``(loss, n)`` with that number (tokens that count, pixels; on a device, never 0). A dict of further
-                     scalars may stand behind either: they come out as ``step.metrics``
-    loader           an iterable of batches, iterated over once an epoch: a DataLoader, a list. Batches are nested tuples, lists, mappings or
-                     dataclasses of tensors with the samples along their first dimension; they are moved to the model's device
-    epochs           times over the loader
-    steps            optimizer steps after which the loop ends, wherever it stands then
-    effective_batch  samples of one optimizer step: a multiple of the loader's batch. None: the loader's batch
-    micro_batch      samples of one forward and backward pass at most. None: the loader's batch, or less once that did not fit. "auto": the fastest
-                     size that fits, tried out in the first steps, none of which is wasted
-    reduction        "mean" or "sum", where ``loss_fn`` cannot be tried out; None: it is tried out when a batch is first to be divided
-    plan             a `flatout.Plan`, or the path of a flatout.toml: levers applied to these very objects. ``loop.outcomes`` says what of it
-                     holds, and what does not, because. "auto": levers are tried out in the first steps, none of which is wasted; ``loop.tuned``,
-                     ``loop.plan`` say what was found
-    effects          what plan="auto" may change: "exact" (no bit), "rounding" (the same maths, rounded otherwise) or "precision" (the
-                     default: also products in half precision)
-    scheduler        its ``step()`` is called after each optimizer step
-    clip             the gradient's norm is clipped to this
-    precision        "float32" (whatever the model has), "tf32", "bf16" or "fp16" (autocast, with a scaler for fp16), "fp8" (torchao), "bf16-master" or
-                     "fp16-master": a model that is narrow itself, and an optimizer that has copies of its parameters in float32
-    metrics          how the further scalars of micro-batches are joined: name -> "mean" (by samples, the default), "sum", "max", "min" or "last"
-    on_nan           "stop": a loss that is NaN or infinite ends the loop, with the module that made it; "ignore" trains on. With fp16 a step that is
-                     skipped is no reason to stop
-    parallel         module name -> style of torch.distributed.tensor.parallel (ColwiseParallel(), ...): those layers are divided over the ranks, all of which
-                     are given the same batches. The optimizer has the divided parameters from then on. Or a `flatout.Pipeline`: each rank has one stage
-    allow_inexact    divide batches also where the gradient is then another one (batch normalisation, losses between samples)
-    saves            a folder that this training keeps saves in. Started again, the program goes on from the newest one that can be believed, with the very
-                     bits of a run that was not interrupted; ``loop.resumed`` says what happened. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end the program after
-                     the step under way and a save
-    save_every       steps between two saves; with 1, each is waited for and no step is ever lost. None: as often as 1 % of the time allows
-    also             what is to be saved beside: name -> an object with ``state_dict`` and ``load_state_dict``, an average of the weights for instance
-    fresh            begin anew though there are saves; those go into a folder beside
-    on_drift         "say": what differs since the save (torch, threads, devices, script, data) is said, and no exactness claimed; "stop": LoopError
+        loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=3, effective_batch=512, clip=1.0)
+        for step in loop:
+            if step.index % 100 == 0:
+                print(step.index, float(step.loss), step.samples_per_s)
 
-    Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
+    Args:
+        model: The ``nn.Module`` to train, already on its device.
+        optimizer: A ``torch.optim`` optimizer of the model's parameters.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar tensor: a mean or a sum over the samples
+            of the batch. If it is a mean over something else (tokens, pixels), return ``(loss, n)`` with that
+            number; ``n`` must not be 0 if it is a tensor on a device. You may append a dict of further
+            scalars to either form: they become ``step.metrics``.
+        loader: An iterable of batches, iterated once per epoch: a DataLoader or a list, for example. A batch
+            is a nested tuple, list, mapping or dataclass of tensors of shape ``(samples, ...)``. The Loop
+            moves it to the model's device.
+        plan: A `flatout.Plan` or the path of a ``flatout.toml``. The Loop applies its levers to these
+            objects; ``loop.outcomes`` lists which are active, and why others are not. ``"auto"`` tries levers
+            in the first steps; all of these steps count as training. Read the result in ``loop.tuned`` and
+            ``loop.plan``.
+        effects: What ``plan="auto"`` may change: ``"exact"`` (no bit), ``"rounding"`` (the same maths,
+            rounded differently) or ``"precision"`` (also products in half precision). Default:
+            ``"precision"``.
+        epochs: How many times to iterate over the loader.
+        steps: Stop after this many optimizer steps, even within an epoch.
+        effective_batch: Samples per optimizer step, a multiple of the loader's batch. Default: the loader's
+            batch.
+        micro_batch: Maximum number of samples per forward and backward pass. Default: the loader's batch, or
+            less after it did not fit into memory. ``"auto"`` finds the fastest size that fits in the first
+            steps; all of these steps count as training.
+        reduction: ``"mean"`` or ``"sum"``, if ``loss_fn`` cannot be tested. Default: the Loop tests it when
+            it splits the first batch.
+        scheduler: A learning-rate scheduler. The Loop calls ``scheduler.step()`` after each optimizer step.
+        clip: Maximum norm of the gradient.
+        precision: ``"float32"`` (the dtype of the model), ``"tf32"``, ``"bf16"`` or ``"fp16"`` (autocast;
+            fp16 with a gradient scaler), ``"fp8"`` (torchao), ``"bf16-master"`` or ``"fp16-master"`` (a model
+            in that dtype, and an optimizer with float32 copies of its parameters).
+        metrics: How to combine the further scalars of micro-batches, as ``{name: how}``: ``"mean"`` (weighted
+            by samples, the default), ``"sum"``, ``"max"``, ``"min"`` or ``"last"``.
+        on_nan: ``"stop"`` ends the loop at a NaN or infinite loss and names the module that produced it.
+            ``"ignore"`` continues. With fp16, a skipped step does not stop the loop.
+        parallel: ``{module name: style}`` with the styles of ``torch.distributed.tensor.parallel``, such as
+            ``ColwiseParallel()``. These layers are sharded over the ranks, which all get the same batches,
+            and the optimizer holds the sharded parameters from then on. Or a `flatout.Pipeline`: each rank
+            has one stage.
+        allow_inexact: Split batches even if this changes the gradient (batch normalisation, losses between
+            samples).
+        saves: A folder for the checkpoints of this training. The program, started again, resumes from the
+            newest valid one, bitwise identical to an uninterrupted run; ``loop.resumed`` describes it. On
+            SIGTERM, SIGINT, SIGHUP or SIGUSR1, the program finishes the current step, writes a checkpoint and
+            ends.
+        save_every: Steps between two checkpoints. With 1, each step waits for its checkpoint, so no step is
+            ever lost. Default: as often as 1 % of the time allows.
+        also: Further objects to store in checkpoints, as ``{name: object}``. Each needs ``state_dict`` and
+            ``load_state_dict``: an average of the weights, for example.
+        fresh: Start from scratch. Existing checkpoints move to a subfolder.
+        on_drift: If torch, threads, devices, the script or the data differ from the checkpoint: ``"say"``
+            reports it and claims no exactness, ``"stop"`` raises LoopError.
+
+    Raises:
+        LoopError: This training is not possible as requested. Exceptions of your own code pass through.
+        PlanError: ``plan`` is not a valid plan.
+        SaveError: ``saves`` contains checkpoints, but none is valid, or it does not fit this training.
+        StorageError: The folder ``saves`` cannot be written, or another process writes to it.
     """
 
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
@@ -114,20 +142,20 @@ class Loop:
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
         self.clip, self.metrics = clip, dict(metrics or {})
         if clip is not None and not clip > 0:
-            raise LoopError(f"clip={clip!r} would stop all training; give the largest norm that a gradient may have, or leave it out.")
+            raise LoopError(f"clip={clip!r} is not positive and would stop all training. Give the maximum norm of the gradient, or remove clip.")
         if reduction not in (None, MEAN, SUM):
-            raise LoopError(f'reduction={reduction!r}: it is "mean", "sum" or None.')
+            raise LoopError(f'reduction={reduction!r} is not supported. Use "mean", "sum" or None.')
         if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
-            raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(HOW)}.")
+            raise LoopError(f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}.")
         if on_nan not in ("stop", "ignore"):
-            raise LoopError(f'on_nan={on_nan!r}: it is "stop" or "ignore".')
+            raise LoopError(f'on_nan={on_nan!r} is not supported. Use "stop" or "ignore".')
         if on_drift not in ("say", "stop"):
-            raise LoopError(f'on_drift={on_drift!r}: it is "say" or "stop".')
+            raise LoopError(f'on_drift={on_drift!r} is not supported. Use "say" or "stop".')
         if saves is None and (save_every is not None or also or fresh):
-            raise LoopError("save_every=, also= and fresh= say how a training is saved, and it is not: name a folder, saves=\"saves\".")
+            raise LoopError("save_every=, also= and fresh= need a folder for checkpoints. Name one: saves=\"checkpoints\".")
         every, plan = _positive("save_every", save_every), plan if plan == AUTO else plan_of(plan)
         if strange := {name: type(thing).__name__ for name, thing in (also or {}).items() if not hasattr(thing, "load_state_dict")}:
-            raise LoopError(f"also={strange!r}: what is to be saved beside has state_dict and load_state_dict.")
+            raise LoopError(f"also={strange!r} cannot be stored. Each object needs state_dict and load_state_dict.")
         self._ranks = ranks_of(torch, model) if divided is None else None
         rejoin = self._ranks.rejoin if self._ranks is not None else None
         self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
@@ -145,12 +173,12 @@ class Loop:
             company = company_of(torch, model)
             self._saving = Saving(torch, opened(Path(saves), fresh, company), every, on_drift, company)
         if plan == AUTO and self._saving is not None and self._saving.plan is not None:
-            plan, effects = Plan.from_toml(self._saving.plan), None  # what was found is not searched for again
+            plan, effects = Plan.from_toml(self._saving.plan), None  # the earlier run has tuned already
         self._plan = plan if isinstance(plan, Plan) else Plan()
         self._levers = Levers(torch, self._plan, model, optimizer, loss_fn, loader) if plan == AUTO or self._plan.choices else None
         self._autoplan = self._tuned_by(effects) if plan == AUTO else None
         if effects is not None and self._autoplan is None:
-            raise LoopError(f'effects={effects!r} narrows what plan="auto" may find; a plan that is given holds what it holds.')
+            raise LoopError(f'effects={effects!r} applies only to plan="auto". Remove effects, or use plan="auto".')
         self._late = self._levers if self._plan.choices else None  # until the first step is done
         if self._late is not None:
             self.loader = self._late.early(loader)
@@ -178,7 +206,7 @@ class Loop:
             saving.leave()
 
     def _epochs(self, first: int, first_epoch: int) -> Iterator[Step]:
-        """Steps, from the one with which this training began: it goes on after ``index`` of them."""
+        """Yield steps, counted from the step at which this training began: ``index`` of them are done."""
         saving = self._saving
         while self.epoch - first_epoch < self.epochs and (self.steps is None or self.index - first < self.steps):
             length = _length(self.loader)
@@ -192,7 +220,7 @@ class Loop:
                 if saving is not None:
                     saving.edge()
             if not seen:
-                raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
+                raise LoopError("the loader gave no batch. An iterator can be used only once: pass the loader itself, not iter(loader).")
             self.epoch += 1
             if saving is not None:
                 saving.reading.over()
@@ -200,44 +228,60 @@ class Loop:
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
-        doing = ", trying out micro-batches" if self.sizing else ", trying out levers" if self.tuning else ""
+        doing = ", sizing micro-batches" if self.sizing else ", tuning levers" if self.tuning else ""
         made_of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
         return f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of each choice of the plan: applied, or not, because. Complete after the first step; with ``plan="auto"`` when it has been tuned."""
+        """For each choice of the plan: whether it is applied, or the reason why not.
+
+        Complete after the first step; with ``plan="auto"``, after tuning.
+        """
         if self._autoplan is not None:
             return self._autoplan.outcomes
         return self._levers.outcomes if self._levers is not None else []
 
     @property
     def plan(self) -> Plan:
-        """What holds: the plan that was given, or the one that ``plan="auto"`` has found, for ``plan=`` of the next run or `Plan.to_toml`."""
+        """The active plan: the one you gave, or the one that ``plan="auto"`` found.
+
+        Write it with `Plan.to_toml`, or pass it as ``plan=`` to the next run.
+        """
         return self._autoplan.found.plan if self._autoplan is not None and self._autoplan.found is not None else self._plan
 
     @property
     def tuning(self) -> bool:
-        """Whether levers are still tried out."""
+        """Whether the Loop is still tuning levers."""
         return self._autoplan is not None and self._autoplan.found is None
 
     @property
     def tuned(self) -> Tuned | None:
-        """With ``plan="auto"``: how each lever ended, with its ratio and interval, once that is known."""
+        """With ``plan="auto"``: the result of each lever, with its ratio and interval.
+
+        None until tuning ends.
+        """
         return self._autoplan.found if self._autoplan is not None else None
 
     @property
     def sizing(self) -> bool:
-        """Whether sizes of micro-batches are still tried out."""
+        """Whether the Loop is still trying sizes of micro-batches."""
         return self._sizer is not None and self._sizer.found is None
 
     @property
     def sized(self) -> Sized | None:
-        """With ``micro_batch="auto"``: what was chosen and what every size took, once that is known."""
+        """With ``micro_batch="auto"``: the chosen size and the time of each size in ms.
+
+        None until sizing ends.
+        """
         return self._sizer.found if self._sizer is not None else None
 
     def close(self) -> None:
-        """Put the model, the optimizer, the loader and torch's switches back as they were, where that can be done. The Loop goes on without all that."""
+        """Restore the model, the optimizer, the loader and torch's flags where possible.
+
+        The Loop stays usable, without the levers, the master weights and the precision setting. It closes its
+        checkpoint folder as well.
+        """
         if self._autoplan is not None:
             self._autoplan.take_off()
         if self._levers is not None:
@@ -253,12 +297,12 @@ class Loop:
     def _tuned_by(self, effects: str | None) -> Autoplan:
         if self._ranks is not None or self.precision.masters is not None:
             why = "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
-            raise LoopError(f'plan="auto" cannot guard levers under {why}. Tune with `flatout tune COMMAND...` and give the plan that it writes.')
+            raise LoopError(f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.')
         assert self._levers is not None
         return Autoplan(self._levers.scene, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.PRECISION))
 
     def _coming(self, batches: int) -> int | None:
-        """Steps that are to come at most, where that is known; each is made of so many batches."""
+        """The maximum number of coming steps, each made of ``batches`` batches; None if unknown."""
         length = _length(self.loader)
         known = [self.steps] if self.steps is not None else []
         if length is not None:
@@ -266,11 +310,14 @@ class Loop:
         return min(known) if known else None
 
     def settle(self) -> None:
-        """Hear how the last update went on the other ranks."""
+        """Wait for the result of the last update on the other ranks.
+
+        Raises LoopError if one of them failed.
+        """
         if self._ranks is not None:
             self._ranks.settle()
 
-    # -- one step -----------------------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
@@ -289,7 +336,10 @@ class Loop:
         return step
 
     def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
-        """What some Loops have around a step: ranks that must meet, copies of weights, sizes or levers that are tried out. Gives what ends it."""
+        """Do the optional work before a step and return a function that ends it.
+
+        This covers ranks, master weights, sizing and tuning.
+        """
         sizer = self._sizer if self.sizing else None
         tuner = self._autoplan if sizer is None and self.tuning else None
         failures = len(self.micro_batches.failed)
@@ -321,13 +371,13 @@ class Loop:
 
 def _parameters(optimizer: Any) -> list[Any]:
     if not hasattr(optimizer, "param_groups"):
-        raise LoopError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim optimizer, made from model.parameters().")
+        raise LoopError(f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters().")
     if needs_closure(optimizer):
-        raise LoopError(f"{type(optimizer).__name__} runs forward and backward several times inside one step, which a Loop cannot do for it. Call "
-                        "optimizer.step(closure) in a loop of your own.")
+        raise LoopError(f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
+                        "optimizer.step(closure) in your own loop.")
     found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not found:
-        raise LoopError("the optimizer has no parameter that needs a gradient, so there is nothing to train.")
+        raise LoopError("no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True.")
     return list(found.values())
 
 
@@ -339,7 +389,7 @@ def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
 
 def _positive(name: str, value: Any) -> Any:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise LoopError(f"{name}={value!r}: a whole number from 1 is needed" + ("." if name == "epochs" else ", or None."))
+        raise LoopError(f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None."))
     return value
 
 

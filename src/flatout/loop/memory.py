@@ -1,4 +1,4 @@
-"""Running out of memory, and the micro-batches that fit."""
+"""Handle out-of-memory errors and find micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from flatout.loop.windows import cut
 
-ROOM = 0.95  # of the device's memory; a peak above it leaves none for what fragments
-GROW_AFTER = 64  # steps that went well; twice as many after each attempt that failed
-# Families of messages of allocators that raise a plain RuntimeError.
+ROOM = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
+GROW_AFTER = 64  # successful steps; doubled after each failed attempt
+# Messages of allocators that raise a plain RuntimeError.
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -22,7 +22,7 @@ def is_out_of_memory(torch: Any, error: BaseException) -> bool:
 
 
 def release(torch: Any, device: Any) -> None:
-    """Give back what only the failed step has held."""
+    """Free what only the failed step held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -30,14 +30,14 @@ def release(torch: Any, device: Any) -> None:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is kept of the exception: words and numbers, no frame and no tensor. ``size`` is the micro-batch that did not fit."""
+    """A summary of the exception, without frames or tensors. ``size`` is the micro-batch that did not fit."""
 
     said: str
     size: int
 
     @classmethod
     def seen(cls, error: BaseException, size: int) -> OutOfMemory:
-        """Empties the frames of the exception and of those that it came from: their variables are the step's tensors."""
+        """Clear the frames of the exception and of its causes: their variables hold the step's tensors."""
         said = (str(error).strip().splitlines() or ["no message"])[0][:300]
         each: BaseException | None = error
         met: set[int] = set()
@@ -48,12 +48,15 @@ class OutOfMemory:
         return cls(said, size)
 
     def what_would_fit(self) -> str:
-        return ("One sample does not fit: a smaller model or input does, precision=\"bf16\" (about half of the activations), or recomputing activations "
-                "(torch.utils.checkpoint) for about a third more time.")
+        return ("One sample does not fit. Use a smaller model or input, precision=\"bf16\" (about half the activation memory), or recompute "
+                "activations (torch.utils.checkpoint; about a third more time).")
 
 
 class MicroBatches:
-    """How large micro-batches are: as large as was asked for, smaller once that did not fit, and larger again when it has gone well for long."""
+    """The current micro-batch size.
+
+    It starts as requested, shrinks after an out-of-memory error, and grows again after success.
+    """
 
     def __init__(self, asked: int | None) -> None:
         self.asked = asked
@@ -72,7 +75,7 @@ class MicroBatches:
         return max(self.sizes(size)[0] for _, size in window)
 
     def shrink(self, failed: int) -> None:
-        """``failed`` samples did not fit: half of them from now on."""
+        """``failed`` samples did not fit: use half of them from now on."""
         if self.failed:
             self._patience *= 2
         self.failed.append(failed)
@@ -80,7 +83,7 @@ class MicroBatches:
         self._good = 0
 
     def went_well(self) -> None:
-        """Called after each step while they are smaller than asked for."""
+        """Call after each step while the size is reduced."""
         self._good += 1
         if self._good >= self._patience and self.limit is not None:
             self._good = 0
@@ -89,11 +92,11 @@ class MicroBatches:
             self.limit = wider if wider < largest else self.asked
 
     def settle_on(self, size: int) -> None:
-        """From now on this is what was asked for."""
+        """Use this size as the requested one from now on."""
         self.asked = self.limit = size
 
     def state(self) -> dict[str, Any]:
-        """What was found, for a save."""
+        """The sizes found, for a checkpoint."""
         return {"asked": self.asked, "limit": self.limit, "failed": list(self.failed), "good": self._good, "patience": self._patience}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -106,7 +109,10 @@ class MicroBatches:
 
 
 class Room:
-    """Whether the last step left room on the device: no retry of the allocator, which throws everything away and begins anew, and a peak below ROOM."""
+    """Whether the last step left free memory on the device.
+
+    That means no allocator retry (which frees its cache) and a peak below ROOM.
+    """
 
     def __init__(self, torch: Any, device: Any) -> None:
         self.torch, self.device, self.cuda = torch, device, device.type == "cuda"
@@ -119,7 +125,10 @@ class Room:
         return int(self.torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def left(self) -> bool:
-        """Asked after a step; the next one is counted anew. On a CPU nothing is known of it."""
+        """Call after a step; it resets the counters for the next one.
+
+        Always True on a CPU, where nothing is known.
+        """
         if not self.cuda:
             return True
         before, self._retries = self._retries, self._seen()

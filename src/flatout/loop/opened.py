@@ -1,4 +1,4 @@
-"""The folder of a training's saves: opened by one process, and which save to go on from, said to all ranks of the training."""
+"""Open the checkpoint folder of a training in one process, and agree with all ranks on the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURED = "flatout.trial."
 
 
 def measured() -> bool:
-    """Whether this process is one that flatout measures, which goes on from nothing and leaves nothing behind."""
+    """Whether flatout measures this process. Such a process does not resume and leaves nothing behind."""
     path = os.environ.get("FLATOUT_JOB")
     job = read_json(Path(path)) if path else None
     return isinstance(job, dict) and str(job.get("entry", "")).startswith(MEASURED)
@@ -28,8 +28,11 @@ def measured() -> bool:
 
 @dataclass
 class Opened:
-    """``save`` is the one to go on from, None where the training begins. ``damaged``: newer ones that could not be believed, where they are now.
-    ``writer_pid``: the process that makes the folders of new saves."""
+    """``save`` is the checkpoint to resume from, None for a new training.
+
+    ``damaged``: the new paths of newer, corrupt checkpoints. ``writer_pid``: the process that makes the
+    folders of new checkpoints.
+    """
 
     saves: Saves
     save: Save | None
@@ -42,7 +45,11 @@ class Opened:
 
 
 def opened(folder: Path, fresh: bool, company: Company | None) -> Opened:
-    """Raises SaveError where there are saves and none can be believed, StorageError where the folder cannot be written."""
+    """Open a checkpoint folder.
+
+    Raises SaveError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
+    written.
+    """
     if not fresh:
         pulse.resumes_by_itself(folder)
     if company is None:
@@ -60,25 +67,25 @@ def opened(folder: Path, fresh: bool, company: Company | None) -> Opened:
     if error is not None:
         raise error
     if heard["error"]:
-        raise SaveError(f"rank 0 cannot go on, so no rank does: {heard['error']}")
+        raise SaveError(f"rank 0 cannot resume, so all ranks stop: {heard['error']}")
     if found is None:
         found = Opened(Saves(Path(heard["folder"])), None, [], heard["pid"])
         if heard["save"] is not None:
             try:
                 found.save = believed(Path(heard["save"]))
             except SaveError as failed:
-                error = SaveError(f"{heard['save']} is the save of rank 0, and here {failed}. All ranks must see the same folder.")
+                error = SaveError(f"{heard['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder.")
     company.all_fine(error)
     return found
 
 
 def _by_the_first(folder: Path, fresh: bool) -> Opened:
-    saves = Saves(folder, told=pulse.saved).open()  # a program that is started again goes on from it by itself
+    saves = Saves(folder, told=pulse.saved).open()  # a restarted program resumes from it by itself
     try:
         if fresh:
             aside = saves.begin_anew()
             if aside is not None:
-                LOGGER.info("fresh=True: the saves that were there are in %s now", aside)
+                LOGGER.info("fresh=True: moved the existing checkpoints to %s", aside)
             return Opened(saves, None, [], os.getpid())
         save, bad = saves.newest()
         if save is not None and save.manifest.kind != KIND:
@@ -88,5 +95,5 @@ def _by_the_first(folder: Path, fresh: bool) -> Opened:
         saves.close()
         raise
     for each, path in zip(bad, damaged, strict=True):
-        LOGGER.warning("%s cannot be believed: %s. It was put into %s", each.path.name, each.why, path)
+        LOGGER.warning("checkpoint %s is corrupt: %s. It was moved to %s", each.path.name, each.why, path)
     return Opened(saves, save, damaged, os.getpid())

@@ -1,4 +1,4 @@
-"""Which parts of a save a rank goes on from; and where in the data, when there were more ranks or fewer."""
+"""The parts of a checkpoint that a rank needs, and its place in the data if the number of ranks changed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from flatout.state.randoms import random_states
 from flatout.state.saves import Save
 from flatout.state.together import part_of
 
-ANEW = "fresh=True begins anew."
+ANEW = "use fresh=True to start from scratch."
 
 
 @dataclass
 class Parts:
-    """``state`` is of the whole training, ``own`` what this rank has of its own, ``place`` where in the data it goes on. ``words``: why that is not exact."""
+    """``state``: of the whole training. ``own``: of this rank. ``place``: where to resume in the data.
+
+    ``words``: the reasons why the result is not exact.
+    """
 
     state: dict[str, Any]
     own: dict[str, Any]
@@ -25,7 +28,7 @@ class Parts:
 
 
 def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]) -> Parts:
-    """``sharing``: over how many ranks samples are shared out. Raises SaveError."""
+    """``sharing``: the number of ranks that share the samples. Raises SaveError."""
     told, name = save.manifest.told, part_of(rank)
     before, shared = told["ranks"], told["sharing"]
     state = save.read(torch)
@@ -35,41 +38,41 @@ def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape:
             state = own["stage"] | {"loop": state["loop"], "place": state["place"]}
     elif rank and sharing > 1:
         own = {"random": random_states(torch)}
-    else:  # the first; and where ranks share layers, all of them have the same samples and random numbers
+    else:  # rank 0; and ranks that share layers, which all have the same samples and random numbers
         own = state
     if before == ranks and shared == sharing:
         return Parts(state, own, own["place"], [])
     if told["staged"]:
-        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or: {ANEW}")
+        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {ANEW}")
     place, words = place_for(state["place"], shared, sharing, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
-    return Parts(state, own, place, words or [f"{_there_were(before)}, whose sums were added up in another order"])
+    return Parts(state, own, place, words or [f"{_there_were(before)}, which added their sums in another order"])
 
 
 def slices_of_others(torch: Any, save: Save, rank: int) -> Iterator[Mapping[Any, Any]]:
-    """Of the other ranks that were, one after the other."""
+    """The slices of the other saved ranks, one rank at a time."""
     for other in range(1, save.manifest.told["ranks"]):
         if other != rank:
             yield save.read(torch, part_of(other))["slices"]
 
 
 def place_for(place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The place of every one of ``ranks`` after the samples that ``before`` of them have seen."""
+    """The place in the data for ``ranks`` ranks, after the samples that ``before`` ranks have processed."""
     if before == ranks:
         return dict(place), []
     then, now = place["shape"].get("batch"), shape.get("batch")
     if not place["begun"]:
-        return dict(place), [f"{_there_were(before)}, whose gradients were added up in another order"]
+        return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]
     if not then or not now:
-        raise SaveError(f"{before} ranks were in the middle of their data when they were saved, and how many samples they had seen is not known of a loader "
-                        f"without a batch size. Start as many ranks again, or: {ANEW}")
+        raise SaveError(f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
+                        f"batch size. Start as many ranks again, or {ANEW}")
     seen = place["given"] * then * before
     given, rest = divmod(seen, now * ranks)
-    words = [f"{_there_were(before)}: samples come in the same order, and their gradients are added up in another"]
+    words = [f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"]
     if rest:
-        words.append(f"{rest} samples of this epoch are seen again, because {seen} are no whole number of steps of {now * ranks}")
+        words.append(f"{rest} samples of this epoch are repeated, because {seen} is not a multiple of the {now * ranks} samples of a step")
     if "DistributedSampler" not in {*place["shape"]["order"], *shape["order"]} and ranks > 1:
-        words[0] = f"{_there_were(before)}, and the samples are not shared out by a DistributedSampler: they come in another order"
+        words[0] = f"{_there_were(before)}, and no DistributedSampler distributes the samples: they come in another order"
     return {**place, "given": given, "workers": [None] * int(shape["workers"]), "made": None}, words
 
 

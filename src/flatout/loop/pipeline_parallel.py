@@ -1,7 +1,8 @@
-"""One model on several devices, one part behind the other: torch's own pipeline schedules, over the children of an nn.Sequential.
+"""Pipeline parallelism with torch's own schedules, over the children of an nn.Sequential.
 
-Every rank is given the same batches and has one part (a stage) of the model; micro-batches are the Loop's own and go from stage to stage. Ranks exchange
-inside a step, so nobody can leave one that has begun: what a Loop otherwise mends (out of memory) ends the training here, in words.
+Every rank gets the same batches and has one stage of the model. The Loop's micro-batches pass from stage to
+stage. Ranks communicate inside a step, so none can leave a step that has begun: out of memory ends the
+training with an error.
 """
 
 from __future__ import annotations
@@ -22,14 +23,27 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``stages``: how many equal parts, or the names of the children with which the second and later stages begin. As many as there are ranks."""
+    """Splits an ``nn.Sequential`` into stages, one per rank. Pass it to ``flatout.Loop(parallel=...)``.
+
+        # torchrun --standalone --nproc-per-node 2 train.py
+        loop = flatout.Loop(model, optimizer, loss_fn, loader, micro_batch=4, reduction="mean",
+                            parallel=flatout.Pipeline(2))
+
+    Args:
+        stages: The number of stages with equally many children, or the names of the children that begin the
+            second and later stages. There must be as many stages as ranks.
+        schedule: ``"1f1b"`` (default) or ``"gpipe"``. With fewer micro-batches than stages, GPipe is used.
+
+    Raises:
+        LoopError: Raised by `Loop` if the model cannot be split this way, or if torch is older than 2.14.
+    """
 
     stages: int | Sequence[str]
     schedule: str = "1f1b"
 
 
 class _Asked(Exception):
-    """Carries what a loss_fn has called its model with."""
+    """Carries the arguments that a loss_fn passes to its model."""
 
     def __init__(self, args: tuple, kwargs: dict) -> None:
         super().__init__()
@@ -38,9 +52,10 @@ class _Asked(Exception):
 
 class PipelineParallel:
     def __init__(self, torch: Any, model: Any, optimizer: Any, asked: Pipeline, device: Any, reduction: str | None, finite: bool) -> None:
-        """Leaves this rank its stage (the others' weights go to the meta device) and the optimizer its parameters. ``finite``: a loss must be.
+        """Keep only this rank's stage of the model, and only its parameters in the optimizer.
 
-        Raises LoopError, before anything has changed, for what cannot be divided.
+        Other weights go to the meta device. ``finite``: a loss must be finite. Raises LoopError, before
+        anything has changed, if the model cannot be split.
         """
         self.torch, self.device, self.reduction, self.finite = torch, device, reduction, finite
         several_ranks(torch)
@@ -49,19 +64,19 @@ class PipelineParallel:
         distributed = torch.distributed
         self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         if asked.schedule not in SCHEDULES:
-            raise LoopError(f"schedule={asked.schedule!r}: it is one of {', '.join(SCHEDULES)}.")
+            raise LoopError(f"schedule={asked.schedule!r} is not supported. Use one of {', '.join(SCHEDULES)}.")
         self._schedule, self._filling = getattr(schedules, SCHEDULES[asked.schedule]), schedules.ScheduleGPipe
         if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
-            raise LoopError(f"torch {torch.__version__} does not take micro-batches that are cut already. Pipelines need torch 2.14 or later.")
+            raise LoopError(f"torch {torch.__version__} does not accept micro-batches that are already split. Pipelines need torch 2.14 or later.")
         parts = _cut(torch, model, asked.stages, self.ranks)
         _check(torch, model, parts, optimizer)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                distributed.broadcast(tensor.data, src=0)  # what rank 0 has, every rank has
+                distributed.broadcast(tensor.data, src=0)
         self.stage = torch.nn.Sequential(OrderedDict((name, child) for name, child in model.named_children() if name in parts[self.rank]))
         own = {id(p) for p in self.stage.parameters()}
         if not own & {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
-            raise LoopError(f"stage {self.rank} ({', '.join(parts[self.rank])}) has no parameter to train. Let another child begin it.")
+            raise LoopError(f"stage {self.rank} ({', '.join(parts[self.rank])}) has no trainable parameter. Begin it with another child.")
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in own]
         for name, child in model.named_children():
@@ -73,35 +88,38 @@ class PipelineParallel:
         self._loss_fn: Callable[[Any, Any], Any] | None = None
 
     def step(self, index: int, parts: Sequence[Any], sizes: Sequence[int], loss_fn: Callable[[Any, Any], Any]) -> Any:
-        """Forward and backward of these micro-batches through all stages; the loss of all of them, on every rank. Raises LoopError."""
+        """Run forward and backward of these micro-batches through all stages. Raises LoopError.
+
+        Returns the loss of all micro-batches, on every rank.
+        """
         if len(set(sizes)) > 1:
-            raise LoopError(f"a pipeline passes micro-batches of one size on, and these have {', '.join(map(str, sizes))} samples. Take a micro_batch that "
+            raise LoopError(f"a pipeline needs micro-batches of one size, and these have {', '.join(map(str, sizes))} samples. Use a micro_batch that "
                             "divides the loader's batch, and a loader with drop_last=True.")
         if len(parts) > 1 and self.reduction not in (MEAN, SUM):
-            raise LoopError('whether a loss is a mean or a sum over samples cannot be tried out where nobody has the whole model. Say so: '
+            raise LoopError('a pipeline cannot test whether the loss is a mean or a sum over samples, because no rank has the whole model. Pass '
                             'reduction="mean" or "sum".')
         self._weight, self._loss_fn = 1.0 / len(parts) if self.reduction != SUM else 1.0, loss_fn
         schedule = self._schedule_of(len(parts), sizes[0])
         losses: list[Any] = []
         first, last = self.rank == 0, self.rank == self.ranks - 1
-        self._parts, numbers = parts, [self.torch.tensor(at) for at in range(len(parts))]  # a target is a tensor to torch, and a batch is anything to us
+        self._parts, numbers = parts, [self.torch.tensor(at) for at in range(len(parts))]  # torch expects tensor targets; a batch may be anything
         schedule.step(arg_mbs=[self._input(part) for part in parts] if first else [()] * len(parts), target_mbs=numbers if last else None,
                       losses=losses if last else None, return_outputs=False)
         distributed = self.torch.distributed
         none = self.torch.zeros((), dtype=self.torch.float64, device=self.device)
-        loss = sum((each.detach().double() for each in losses), none)  # nothing but on the last stage
+        loss = sum((each.detach().double() for each in losses), none)  # empty except on the last stage
         distributed.broadcast(loss, src=self.ranks - 1)
         if self.finite and not math.isfinite(float(loss)):
-            raise LoopError(f"the loss of step {index} is {float(loss)}. The weights are those before this step. on_nan=\"ignore\" trains on.")
+            raise LoopError(f"the loss of step {index} is {float(loss)}. The weights are those before this step. on_nan=\"ignore\" continues.")
         return loss
 
     def _schedule_of(self, count: int, size: int) -> Any:
-        """Stages remember the shapes that they pass on."""
+        """The schedule for this shape, cached: stages remember the shapes that they pass on."""
         if (count, size) not in self._made:
             from torch.distributed.pipelining import PipelineStage
 
             stage = PipelineStage(self.stage, self.rank, self.ranks, self.device)
-            kind = self._schedule if count >= self.ranks else self._filling  # 1F1B has nothing to interleave in a pipeline that is never full
+            kind = self._schedule if count >= self.ranks else self._filling  # 1F1B cannot interleave if the pipeline is never full
             self._made[count, size] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
         return self._made[count, size]
 
@@ -119,16 +137,16 @@ class PipelineParallel:
             args, kwargs = asked.given
             if len(args) == 1 and not kwargs:
                 return (args[0],)
-        raise LoopError("with a pipeline loss_fn calls its model once, with one tensor: loss_fn(model(x), y).")
+        raise LoopError("with a pipeline, loss_fn must call its model once, with one tensor: loss(model(x), y).")
 
     def _loss(self, output: Any, number: Any) -> Any:
         answer = understood(self._call(lambda *args, **kwargs: output, self._parts[int(number)]))
         if answer.count is not None or answer.values:
-            raise LoopError("with a pipeline loss_fn gives the loss and nothing else: neither (loss, n) nor further values.")
+            raise LoopError("with a pipeline, loss_fn must return only the loss, without a count or further values.")
         return answer.loss * self._weight
 
     def clip(self, parameters: Sequence[Any], limit: float) -> Any:
-        """torch's clipping by the norm over all stages; the norm before it."""
+        """Clip by the norm over all stages, as torch does, and return the norm before clipping."""
         torch = self.torch
         gradients = [p.grad for p in parameters if p.grad is not None]
         square = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum()
@@ -142,28 +160,28 @@ class PipelineParallel:
         return tensor
 
     def alike(self, index: int, loss: Any) -> None:
-        """One rank has computed it for all."""
+        """Nothing to check: one rank computes the loss for all."""
 
 
 def _cut(torch: Any, model: Any, stages: int | Sequence[str], ranks: int) -> list[list[str]]:
     """The names of the children of each stage. Raises LoopError."""
     if type(model) is not torch.nn.Sequential:
-        raise LoopError(f"a pipeline is cut between the children of an nn.Sequential, and this model is a {type(model).__name__}. Put its blocks into one.")
+        raise LoopError(f"a pipeline splits an nn.Sequential between its children, and this model is a {type(model).__name__}. Put its blocks into one.")
     names = [name for name, _ in model.named_children()]
     count = stages if isinstance(stages, int) else len(stages) + 1
     if count != ranks:
         raise LoopError(f"{count} stages on {ranks} ranks: each rank has one. Start {count} ranks, or make {ranks} stages.")
     if isinstance(stages, int):
         if count > len(names):
-            raise LoopError(f"{count} stages of a model with {len(names)} children: there is none for each.")
+            raise LoopError(f"{count} stages need at least as many children; the model has {len(names)}.")
         starts = [at * len(names) // count for at in range(count)]
     else:
         strange = [name for name in stages if name not in names]
         if strange:
-            raise LoopError(f"no child of the model is called {strange[0]!r}, where a stage was to begin. It has {', '.join(names[:12])}.")
+            raise LoopError(f"the model has no child {strange[0]!r} to begin a stage. It has {', '.join(names[:12])}.")
         starts = [0, *(names.index(name) for name in stages)]
         if starts != sorted(set(starts)):
-            raise LoopError(f"stages={list(stages)}: the names stand in the model's order, without its first child.")
+            raise LoopError(f"stages={list(stages)} is out of order. List the names in the model's order, without its first child.")
     return [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
 
 
@@ -173,9 +191,9 @@ def _check(torch: Any, model: Any, parts: list[list[str]], optimizer: Any) -> No
         for name in part:
             for p in model.get_submodule(name).parameters():
                 if owner.setdefault(id(p), at) != at:
-                    raise LoopError(f"child {name!r} shares a parameter with another stage, which would need its gradient. Keep both in one stage.")
+                    raise LoopError(f"child {name!r} shares a parameter with another stage, which would need its gradient. Put both in one stage.")
     kind = torch.nn.modules.batchnorm._BatchNorm
     if any(isinstance(module, kind) for module in model.modules()):
-        raise LoopError("this model normalises over the batch, which a pipeline cuts into micro-batches: their statistics are not the batch's.")
+        raise LoopError("this model uses batch normalisation, and the statistics of a pipeline's micro-batches differ from the batch's.")
     if optimizer.state:
-        raise LoopError("the optimizer has begun already, and its state is of the whole model. Divide the model in a new Loop with a new optimizer.")
+        raise LoopError("the optimizer already has state, of the whole model. Split the model in a new Loop with a new optimizer.")

@@ -10,9 +10,10 @@ from typing import Any
 
 
 class RandomState:
-    """What a step can draw from, as it is now; ``restore`` puts it back.
+    """A snapshot of the random generators; ``restore`` puts it back.
 
-    torch's state costs 2 us, those of ``random`` and numpy 20 to 100 us: these are left out with ``others=False``. ``device`` is the model's.
+    torch's state costs 2 us, those of ``random`` and numpy 20 to 100 us; ``others=False`` skips these.
+    ``device`` is the model's.
     """
 
     __slots__ = ("_device", "_numpy", "_of_device", "_python", "_torch", "_torch_state")
@@ -34,13 +35,13 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def moved(self) -> bool:
-        """Whether torch's generators have been drawn from since."""
+        """Whether torch's generators have been used since."""
         if not self._torch.equal(self._torch_state, self._torch.default_generator.get_state()):
             return True
         return self._of_device is not None and not self._torch.equal(self._of_device, self._torch.cuda.get_rng_state(self._device))
 
     def others_moved(self) -> bool:
-        """Whether ``random`` or numpy have been drawn from since."""
+        """Whether ``random`` or numpy have been used since."""
         if self._python != _of_python():
             return True
         before, now = self._numpy, _of_numpy()
@@ -58,7 +59,7 @@ def _of_numpy() -> Any:
 
 @contextmanager
 def kept_random_state(torch: Any, device: Any = None) -> Iterator[None]:
-    """Whatever is drawn inside, the state afterwards is the one before."""
+    """Restore the random state afterwards, whatever the block draws."""
     state = RandomState(torch, device)
     try:
         yield

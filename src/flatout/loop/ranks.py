@@ -1,8 +1,9 @@
-"""The ranks of one training decide together: whether a step holds, what size micro-batches have, when all of them end.
+"""Joint decisions of the ranks of one training: whether a step counts, micro-batch sizes, and when to stop.
 
-Beside the collectives of training, a group of its own on the CPU (gloo) carries two numbers a step after the backward pass, and one after the
-optimizer, which nobody waits for before the next step begins. Words are exchanged only when a rank has failed. The group is made when the first
-step of the first Loop begins: a Loop that is never iterated over waits for nobody. It waits as long as the training's own group does.
+A separate CPU group (gloo) carries two numbers per step after the backward pass. It carries one more after
+the optimizer, which is asynchronous until the next step begins. Texts are exchanged only after a failure. The
+group is created when the first step of the first Loop begins, so a Loop that is never iterated blocks no
+rank. Its timeout is that of the training's own group.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from flatout.loop.memory import OutOfMemory
 from flatout.loop.rejoin import Rejoin
 from flatout.plan.errors import LoopError
 
-GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()  # by the whole group: one that is destroyed takes its groups along
-FINE, NO_MEMORY, ENDED = 0, 1, 2  # the largest counts
+GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()  # by the world group: destroying it drops its groups
+FINE, NO_MEMORY, ENDED = 0, 1, 2  # the maximum over ranks counts
 NO_SIZE = -(2**62)
 
 
 def ranks_of(torch: Any, model: Any) -> Ranks | None:
-    """The ranks that train this model: those of its DistributedDataParallel, or all there are. None where there is one, or no group on the CPU to be had."""
+    """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
+
+    None for a single rank, or if no CPU group is available.
+    """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.is_gloo_available()):
         return None
@@ -32,7 +36,7 @@ def ranks_of(torch: Any, model: Any) -> Ranks | None:
 
 
 def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
-    """The group on the CPU that all Loops of these ranks share."""
+    """The CPU group that all Loops of these ranks share."""
     whole = distributed.group.WORLD
     known = GROUPS.setdefault(whole, {})
     if members not in known:
@@ -42,20 +46,23 @@ def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
 
 
 def may_exchange(optimizer: Any) -> bool:
-    """Whether ranks may meet inside the optimizer's step, which one of them alone must then not do again."""
+    """Whether the optimizer's step may run collectives, so that one rank alone must not repeat it."""
     return bool(optimizer._optimizer_step_pre_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 class Ranks:
-    """``rejoin`` completes the exchange of gradients for a rank that has failed; None where a backward pass exchanges nothing by itself."""
+    """The ranks of one training.
+
+    ``rejoin`` completes the gradient exchange for a failed rank; None if backward passes exchange nothing.
+    """
 
     def __init__(self, torch: Any, members: Sequence[int], rejoin: Rejoin | None) -> None:
         self.torch, self.members, self.rejoin = torch, list(members), rejoin
         self._group: Any = None
-        self._told: tuple[Any, Any] | None = None  # how the last update went: the exchange under way, and its number
+        self._told: tuple[Any, Any] | None = None  # result of the last update: pending exchange, number
 
     def begin(self) -> None:
-        """Called before each step. Raises LoopError where the last update has failed on another rank."""
+        """Call before each step. Raises LoopError if the last update failed on another rank."""
         if self._group is None:
             self._group = self._exchanged(lambda: group_of(self.torch.distributed, tuple(self.members)))
         self.settle()
@@ -63,9 +70,10 @@ class Ranks:
             self.rejoin.attempt_begins()
 
     def agree(self, failed: OutOfMemory | None) -> OutOfMemory | None:
-        """None where this attempt at a step went well on every rank, else what failed, with the smallest size that did not fit anywhere.
+        """Return None if this attempt succeeded on every rank, else the failure.
 
-        A rank that ran out of memory first takes part in what the others exchange. Raises LoopError where another rank has ended.
+        The failure holds the smallest size that did not fit anywhere. A rank that ran out of memory first
+        takes part in the exchange of the others. Raises LoopError if another rank ended.
         """
         if failed is not None:
             self._take_part(failed.said)
@@ -80,26 +88,35 @@ class Ranks:
         return OutOfMemory(said, -size)
 
     def end(self, error: BaseException) -> None:
-        """Tell the others, who are on their way to ``agree``, that this rank ends here. Raises LoopError where they cannot be reached."""
+        """Tell the ranks that are about to call ``agree`` that this rank stops.
+
+        Raises LoopError if they are unreachable.
+        """
         said = f"{type(error).__name__}: {error}"
         self._take_part(said)
         self._largest([ENDED, NO_SIZE])
         self._words(said)
 
     def one_answer(self, answer: str, refusal: str) -> None:
-        """All ranks go on with the same answer, or none does. Raises LoopError where another rank has refused or answers otherwise."""
+        """Continue only if all ranks give the same answer.
+
+        Raises LoopError if another rank rejected it or differs.
+        """
         found = self._told_by_all([answer, refusal])
         if refusal:
             return
         for rank, (theirs, why) in zip(self.members, found, strict=True):
             if why:
-                raise LoopError(f"rank {rank} cannot go on, so no rank does: {why}")
+                raise LoopError(f"rank {rank} cannot continue, so all ranks stop: {why}")
             if theirs != answer:
                 raise LoopError(f"the loss is a {answer} over samples on this rank and a {theirs} on rank {rank}: the ranks compute different losses. "
-                                f'If they do not, say which it is: reduction="{answer}".')
+                                f'If they compute the same loss, set it explicitly, for example reduction="{answer}".')
 
     def updated(self, error: BaseException | None) -> None:
-        """Tell the others how the optimizer's step went. Nobody waits, but for a rank that fails: its words must arrive."""
+        """Report the result of the optimizer's step, asynchronously.
+
+        A failing rank waits until its message has arrived.
+        """
         number = self.torch.tensor([FINE if error is None else ENDED], device="cpu")
         distributed = self.torch.distributed
         self._told = self._exchanged(lambda: distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group, async_op=True)), number
@@ -107,7 +124,10 @@ class Ranks:
             self.settle(f"{type(error).__name__}: {error}")
 
     def settle(self, said: str = "") -> None:
-        """Wait for what the others told of their last update. Raises LoopError where one has failed and it is not this one, which has ``said`` why."""
+        """Wait for the others' last update.
+
+        Raises LoopError if a rank failed that is not this one (which passes ``said``).
+        """
         if self._told is None:
             return
         (work, number), self._told = self._told, None
@@ -118,19 +138,19 @@ class Ranks:
                 raise LoopError(words)
 
     def close(self) -> None:
-        """Take the hooks off the wrapper, until the next step."""
+        """Remove the hooks from the wrapper, until the next step."""
         if self.rejoin is not None:
             self.rejoin.close()
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each of these numbers over all ranks."""
+        """The maximum of each number over all ranks."""
         return self._largest(values, self.torch.float64)
 
     def _largest(self, values: Sequence[Any], dtype: Any = None) -> Any:
         return self._exchanged(lambda: largest(self.torch, self._group, values, dtype))
 
     def _words(self, said: str) -> str:
-        """What the ranks that ended have to say; every rank calls it at the same place."""
+        """The errors of the ranks that ended. Collective: every rank calls it at the same point."""
         found = self._told_by_all(said)
         return "; ".join(f"rank {rank} has ended the training, so all ranks do: {words}" for rank, words in zip(self.members, found, strict=True) if words)
 
@@ -144,24 +164,24 @@ class Ranks:
         try:
             self.rejoin.take_part()
         except Exception as error:
-            raise LoopError(f"this rank failed ({said}) and could not take part any more in what the others exchange ({_first_line(error)}), so it ends, and "
-                            "they do when they miss it: go on from your last save.") from None
+            raise LoopError(f"this rank failed ({said}) and could not complete the exchange with the other ranks ({_first_line(error)}). It stops, and "
+                            "they stop when they notice. Resume from your last checkpoint.") from None
 
     def _exchanged(self, exchange: Callable[[], Any]) -> Any:
-        return exchanged(exchange, "go on from your last save.")
+        return exchanged(exchange, "resume from your last checkpoint.")
 
 
 def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
-    """What an exchange gives. Raises LoopError where a rank is missed; ``otherwise``: what to do then."""
+    """Run an exchange. Raises LoopError if a rank is missing; ``otherwise`` is the advice in that error."""
     try:
         return exchange()
     except RuntimeError as error:
-        raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or was not heard of within the group's timeout. "
-                        f"Its own last words say why; {otherwise}") from None
+        raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or did not respond within the group's timeout. "
+                        f"Its own error message says why; {otherwise}") from None
 
 
 def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
-    """Of each of these numbers over a group on the CPU. Raises RuntimeError where one of them has gone."""
+    """The maximum of each number over a CPU group. Raises RuntimeError if a rank is gone."""
     numbers = torch.tensor(values, dtype=dtype, device="cpu")
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
     found: list[Any] = numbers.tolist()
@@ -169,8 +189,10 @@ def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) ->
 
 
 def told_by_all(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
-    """What each rank of a group on the CPU tells at this place. As JSON: torch's own way for objects is a pickle, which runs what it is sent. Raises
-    RuntimeError where one of them has gone."""
+    """Gather one JSON value from each rank of a CPU group. Raises RuntimeError if a rank is gone.
+
+    torch's own object collectives use pickle, which executes what it receives.
+    """
     data = json.dumps(what).encode()
     longest = torch.tensor(len(data), device="cpu")
     torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)

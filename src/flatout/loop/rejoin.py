@@ -1,13 +1,16 @@
-"""A rank whose step has failed takes part in the exchange of gradients all the same, so that the others are not kept waiting.
+"""Let a rank whose step has failed complete the exchange of gradients, so that the other ranks do not wait.
 
-DistributedDataParallel sums gradients bucket by bucket while the backward pass runs, and every rank must bring every bucket. A rank that ran out of
-memory brings zeros for what it has not brought yet; then the ranks agree that the step does not count. This keeps the exchange inside the
-backward pass, where it costs least: the alternative, summing after all ranks said that they are well, would be paid for in every step.
+DistributedDataParallel sums gradients bucket by bucket during the backward pass, and every rank must
+contribute every bucket. A rank that ran out of memory contributes zeros for the rest; then the ranks agree
+that the step does not count. This keeps the exchange inside the backward pass, where it costs least. The
+alternative, summing after all ranks have reported success, would cost time in every step.
 
-    failed before the wrapper's forward had ended   a forward of a stand-in module, which returns a loss of zero over all parameters, and its backward
-    failed later                                    a backward of zero over the parameters that the wrapper has not been given yet
+    failed before the wrapper's forward ended   forward of a stand-in module that returns a loss of zero over
+                                                all parameters, and its backward
+    failed later                                backward of zero over the parameters still missing
 
-Which ones these are shows in their gradients, which are noted as the forward ends: autograd replaces them or writes to them before the wrapper hears.
+The gradients at the end of the forward pass tell which parameters are missing: autograd replaces or writes a
+gradient before the wrapper sees it.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ TWICE = ("mark a variable ready only once", "marked as ready twice")
 
 
 class Rejoin:
-    """Hears when a DistributedDataParallel is called, enters its module, and returns: some microseconds a micro-batch."""
+    """Tracks when a DistributedDataParallel is called, enters its module, and returns.
+
+    This costs some microseconds per micro-batch.
+    """
 
     def __init__(self, torch: Any, parallel: Any) -> None:
         self.torch, self.parallel = torch, parallel
         self.parameters = [p for p in parallel.module.parameters() if p.requires_grad]
         self._called = False
-        self._entered = False  # the wrapper has sent the buffers round, in this attempt
-        self._noted: list[Any] | None = None  # gradients as they stood when the forward that is to be exchanged had ended
+        self._entered = False  # the wrapper has broadcast the buffers in this attempt
+        self._noted: list[Any] | None = None  # gradients at the end of the synchronising forward
         self._ledger = Ledger()
 
     def attempt_begins(self) -> None:
@@ -43,14 +49,14 @@ class Rejoin:
         self._ledger.call("forward hook", self.parallel.register_forward_hook(self._leaves).remove)
 
     def close(self) -> None:
-        """Stop listening; the next attempt begins it again."""
+        """Remove the hooks; the next attempt installs them again."""
         self._ledger.restore()
 
     def _begins(self, *_: Any) -> None:
         self._called = True
 
     def _enters(self, *_: Any) -> None:
-        self._entered |= self._called  # the module alone may be called by others
+        self._entered |= self._called  # other code may call the module directly
 
     def _leaves(self, *_: Any) -> None:
         self._called = False
@@ -58,10 +64,14 @@ class Rejoin:
             self._noted = [_seen(p.grad) for p in self.parameters]
 
     def take_part(self) -> None:
-        """Bring what is missing. Raises RuntimeError where the wrapper cannot be brought to an end: it failed while it exchanged, or its graph is static."""
+        """Contribute the missing gradients.
+
+        Raises RuntimeError if the wrapper cannot finish: it failed during the exchange, or its graph is
+        static.
+        """
         parallel = self.parallel
         if parallel.static_graph:
-            raise RuntimeError("static_graph=True lets nobody bring gradients in another order")
+            raise RuntimeError("static_graph=True does not allow gradients in another order")
         missing = self.parameters if self._noted is None else [p for p, before in zip(self.parameters, self._noted, strict=True) if _seen(p.grad) == before]
         if self._noted is None or len(missing) == len(self.parameters):
             self._whole()
@@ -72,12 +82,15 @@ class Rejoin:
         parallel.reducer._check_reducer_finalized()
 
     def _whole(self) -> None:
-        """Forward and backward with a stand-in for the module. Buffers are sent round only once an attempt."""
+        """Run forward and backward with a stand-in for the module.
+
+        Buffers are broadcast only once per attempt.
+        """
         parallel = self.parallel
         if self._entered:
             parallel.require_forward_param_sync = False
         stand_in, ledger = self.torch.nn.Module(), Ledger()
-        stand_in._modules, stand_in._buffers = parallel.module._modules, parallel.module._buffers  # the same buffers by the same names, and no hook of anybody
+        stand_in._modules, stand_in._buffers = parallel.module._modules, parallel.module._buffers  # same names, no hooks
         stand_in.forward = lambda: _nothing(self.parameters)
         ledger.set_item(parallel._modules, "module", stand_in)
         try:
@@ -86,8 +99,11 @@ class Rejoin:
             ledger.restore()
 
     def _one_by_one(self, missing: list[Any]) -> None:
-        """Where parameters may go unused, the wrapper has marked those as brought by itself, and says so when they come. After the last one it would
-        take such a parameter for one of the next step."""
+        """Handle parameters that may be unused.
+
+        The wrapper has already marked them ready, and raises when they arrive. After the last one it would
+        count such a parameter towards the next step.
+        """
         for p in missing:
             if self._complete():
                 return
@@ -111,5 +127,5 @@ def _seen(gradient: Any) -> Any:
 
 
 def _nothing(parameters: list[Any]) -> Any:
-    """A loss whose gradient is zero for each of these, whatever they are."""
+    """A loss whose gradient is zero for each of these parameters, whatever they contain."""
     return sum(p.sum() * 0 for p in parameters)

@@ -1,4 +1,4 @@
-"""What a Loop says of having gone on from a save."""
+"""The report of a Loop that resumed from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Resumed:
-    """``step``: optimizer steps that were done. ``differs``: what differs since, in words. ``inexact``: what was not, or could not be, as it was. ``damaged``:
-    newer saves that could not be believed, where they are now."""
+    """Result of resuming, as ``loop.resumed``.
+
+    ``step``: optimizer steps already done. ``epoch``: from 0. ``path``: the checkpoint. ``differs``:
+    differences in the environment since. ``inexact``: state that was not, or could not be, restored exactly.
+    ``damaged``: the new paths of newer, corrupt checkpoints.
+    """
 
     step: int
     epoch: int
@@ -20,11 +24,11 @@ class Resumed:
 
     @property
     def exact(self) -> bool:
-        """Whether the training is to end with the very bits of one that was never interrupted."""
+        """Whether the training will end bitwise identical to an uninterrupted one."""
         return not self.differs and not self.inexact
 
     def sentences(self) -> list[str]:
-        found = [f"{path} is a newer save that cannot be believed; it was put there" for path in self.damaged]
-        found.append(f"going on after step {self.step}, in epoch {self.epoch}, from {self.path}: "
-                     + ("exactly" if self.exact else "not bit for bit as if it had not been interrupted"))
-        return [*found, *(f"differs: {each}" for each in self.differs), *(f"not exactly resumable: {each}" for each in self.inexact)]
+        found = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
+        found.append(f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
+                     + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run"))
+        return [*found, *(f"differs: {each}" for each in self.differs), *(f"not exact: {each}" for each in self.inexact)]

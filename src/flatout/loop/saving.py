@@ -1,7 +1,7 @@
-"""A Loop with ``saves=``: it goes on from the newest save that can be believed, and writes new ones between two steps.
+"""A Loop with ``saves=``: resume from the newest valid checkpoint, and write new ones between two steps.
 
-A save describes the moment before a step is made, when the body of the ``for`` has run for the last one. It is taken then, written beside the steps that
-follow, and waited for where the program is about to end.
+A checkpoint describes the moment before a step, when the body of the ``for`` has run for the previous one.
+The copy is taken at that moment and written in the background. The program waits for it before it ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ LEVERS = {lever.name: lever for lever in TABLE}
 
 
 class Saving:
-    """``opened``: the folder, and the save to go on from. ``company``: the ranks that keep one save together, None for a process alone."""
+    """``opened``: the folder and the checkpoint to resume from.
+
+    ``company``: the ranks that write one checkpoint together, None for a single process.
+    """
 
     def __init__(self, torch: Any, opened: Opened, every: int | None, on_drift: str, company: Company | None) -> None:
         self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
@@ -49,21 +52,24 @@ class Saving:
         self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
         self._signals = Signals()
         self._open = True
-        self._inexact: list[str] = []  # from the run before
-        self._first = 0, 0  # step and epoch with which this training began
-        self._began_s, self._ran_s, self._interruptions = seconds(), 0.0, 0  # now, and in the processes before
+        self._inexact: list[str] = []  # from the earlier run
+        self._first = 0, 0  # step and epoch at which this training began
+        self._began_s, self._ran_s, self._interruptions = seconds(), 0.0, 0  # this process; the earlier ones
         self._resumed_state: dict[str, Any] | None = None
 
     @property
     def plan(self) -> str | None:
-        """Under which the training was saved, as TOML, where it was one that plan="auto" had found."""
+        """The plan of the checkpoint, as TOML, if ``plan="auto"`` found it."""
         return self.opened.told.get("tuned")
 
-    # -- going on -----------------------------------------------------------------------------------------------------------
+    # -- resuming --------------------------------------------------------------------------------------------
 
     def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any], shares_out: bool) -> Resumed | None:
-        """The Loop is made: what a save holds is put back, but for random numbers and the place in the data, which wait until it is iterated over.
-        ``shares_out``: whether each rank has other samples."""
+        """Restore a checkpoint into the new Loop.
+
+        Random numbers and the place in the data wait until the Loop is iterated over. ``shares_out``: whether
+        each rank has different samples.
+        """
         self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
         self._sharing = self.ranks if shares_out else 1
         self.reading = Reading(self.torch, loop.loader, own_generators)
@@ -102,7 +108,7 @@ class Saving:
             self._refuse(save, [*differs, *parts.words])
         state, own = parts.state, parts.own
         slices = chain([own.get("slices", {})], slices_of_others(self.torch, save, self.rank))
-        inexact += [f"{where} is not what it was" for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))]
+        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))]
         self.kept.put_back_buffers(own.get("all buffers", {}))
         moved = self.reading.go_on(parts.place)
         if self.stops_on_drift and moved:
@@ -120,12 +126,16 @@ class Saving:
         return resumed
 
     def _refuse(self, save: Save, differs: list[str]) -> None:
-        raise LoopError(f"{save.path} cannot be gone on from exactly: {'; '.join(differs)}. on_drift=\"say\" goes on all the same, fresh=True begins anew.")
+        raise LoopError(f"{save.path} cannot be resumed exactly: {'; '.join(differs)}. Use on_drift=\"say\" to resume anyway, or "
+                        "fresh=True to start from scratch.")
 
-    # -- while it is iterated over ------------------------------------------------------------------------------------------
+    # -- while the Loop is iterated over ---------------------------------------------------------------------
 
     def begin(self) -> tuple[int, int]:
-        """Step and epoch with which this iteration began; the random numbers of the save go on from here."""
+        """Restore the random numbers of the checkpoint.
+
+        Returns the step and epoch at which this training began.
+        """
         if not self._open and self.rank == 0:
             self.saves.open()
         self._open = True
@@ -139,18 +149,18 @@ class Saving:
         return self._first
 
     def batches(self) -> Iterator[Any]:
-        """Of one epoch, or what is left of it."""
+        """The batches of one epoch, or the rest of it."""
         if self.reading.workers:
-            self.saver.wait()  # a process that is forked while a thread writes may find locks held that nobody will ever release
+            self.saver.wait()  # forking while a thread writes may leave locks held for ever in the child
         return self.reading.epoch()
 
     @property
     def given(self) -> int:
-        """Batches of the coming epoch that were given out before the training was interrupted."""
+        """Batches of the coming epoch that were consumed before the interruption."""
         return self.reading.coming
 
     def edge(self) -> None:
-        """Between two steps. Raises SystemExit where a signal has asked to end, once a save is written."""
+        """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""
         asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
         if self.company is not None:
             self.loop.settle()
@@ -162,30 +172,33 @@ class Saving:
             self._save()
 
     def finish(self) -> None:
-        """A last save, which is waited for. Raises SystemExit where a signal has asked to end."""
+        """Write a last checkpoint and wait for it. Raises SystemExit if a signal has requested the end."""
         if self.saver.last_step != self.loop.index:
             self._save(ended=True)
         self.saver.wait()
-        if self.company is not None:  # nobody ends before all have brought their parts: a launcher ends the others at once
+        if self.company is not None:  # wait for the parts of all ranks: a launcher ends the others at once
             self._signals.seen = self.company.largest([self._signals.seen])[0]
         if self._signals.seen:
             if self.rank == 0:
-                LOGGER.warning("asked to end by signal %d: step %d was finished, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
+                LOGGER.warning("stopped by signal %d: finished step %d, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
             self._signals.end()
 
     def leave(self) -> None:
-        """The iteration ends, however it ends."""
+        """Call when the iteration ends for any reason."""
         self._signals.leave()
         self.saver.wait()
         self.saves.close()
         self._open = False
 
     def _interrupted_every_s(self) -> float:
-        """So far; one interruption soon after the start means less the longer it goes well."""
+        """Mean time between interruptions so far.
+
+        One early interruption counts less the longer the run goes well.
+        """
         return (self._ran_s + seconds() - self._began_s) / self._interruptions if self._interruptions else math.inf
 
     def _save(self, ended: bool = False) -> None:
-        """``ended``: the training is about to, and nothing of it will be lost."""
+        """``ended``: the training is about to end, and none of it will be lost."""
         loop, began_s = self.loop, seconds()
         state = {"random": random_states(self.torch), "place": self.reading.place()}
         if self.rank == 0:
@@ -198,22 +211,22 @@ class Saving:
                 "ran_s": self._ran_s + began_s - self._began_s, "interruptions": self._interruptions, "ended": ended}
         self.saver.save(loop.index, pack(self.torch, state), told, began_s)
         if self.every == 1:
-            self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
+            self.saver.wait()  # with save_every=1 no step may be lost, not even one that is being written
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
         found = [*self._inexact, *self.reading.inexact]
         if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
-            found.append("more than two ranks add up their gradients in another order in the first step of a process")
+            found.append("more than two ranks add their gradients in another order in the first step of a process")
         if loop.sizing:
-            found.append("sizes of micro-batches were still tried out when it was saved")
+            found.append("it was saved while sizing micro-batches")
         if loop.tuning:
-            found.append("levers were still tried out when it was saved")
+            found.append("it was saved while tuning levers")
         levers = [lever for choice in loop.plan if (lever := LEVERS.get(choice.name)) is not None]
-        found += [f"the lever {lever.name} acts from the second step on, and rounds otherwise than the first" for lever in levers
+        found += [f"the lever {lever.name} acts from the second step on and rounds differently" for lever in levers
                   if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)]
         if self.reading.workers and any(lever.moment is Moment.LOADER for lever in levers):
-            found.append("levers of the plan make the batches, and what loader workers draw for them is not known")
+            found.append("levers of the plan make the batches, so the random numbers of loader workers are unknown")
         return list(dict.fromkeys(found))
 
     def _surroundings(self) -> dict[str, Any]:
@@ -225,11 +238,11 @@ class Saving:
     def _last_words(self) -> str:
         last = self.saver.last
         kept = last is not None and last.step == self.loop.index
-        return f"all of it is in {last.path}" if kept and last is not None else "could not be saved; see above"
+        return f"saved it in {last.path}" if kept and last is not None else "could not save it; see above"
 
 
 def _digest_of_script() -> str | None:
-    """Of the program's main file; None in a notebook."""
+    """Digest of the program's main file; None in a notebook."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else None
@@ -238,7 +251,7 @@ def _digest_of_script() -> str | None:
 
 
 def _not_finite(torch: Any, packed: Packed, parameters: set[str]) -> str:
-    """A spoiled model is not written over a good one."""
+    """The first non-finite parameter, or "". A corrupt model must not replace a good one."""
     for name, tensor in packed.tensors.items():
         if (name in parameters or name.startswith("precision.masters")) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"

@@ -1,4 +1,7 @@
-"""Signals that ask a training to end: it finishes its step and saves first. Handlers stand while a Loop is iterated over, in the main thread, and no longer."""
+"""Signals that ask a training to end: it finishes its step and writes a checkpoint first.
+
+The handlers are installed only while a Loop is iterated over, in the main thread.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ ASKING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
 class Signals:
-    """``seen``: the number of the signal that came first, 0 where none did. The second one ends the program at once."""
+    """``seen``: the number of the first signal, 0 if there was none.
+
+    The second signal ends the program at once.
+    """
 
     def __init__(self) -> None:
         self.seen = 0
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """What is ignored stays ignored (nohup), and what some C library handles stays its own."""
+        """Install the handlers. Ignored signals stay ignored (nohup), and handlers of C libraries stay."""
         if threading.current_thread() is not threading.main_thread() or self._before:
             return
         for name in ASKING:
@@ -34,15 +40,16 @@ class Signals:
             signal.signal(each, signal.SIG_DFL)
 
     def leave(self) -> None:
-        """The handlers that were there before are there again."""
+        """Restore the previous handlers."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
 
     def end(self) -> None:
-        """What would have happened at the signal happens now: the program's own handler is called, and the program ends with 128 and the signal's number.
+        """Do what the signal would have done.
 
-        Raises SystemExit, or what that handler raises: KeyboardInterrupt, where the program has none of its own for SIGINT.
+        This calls the program's own handler, then exits with 128 plus the signal's number. Raises SystemExit,
+        or the exception of that handler: KeyboardInterrupt if the program has no handler for SIGINT.
         """
         before = self._before.get(self.seen)
         number = self.seen

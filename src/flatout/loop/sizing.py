@@ -1,8 +1,9 @@
-"""The fastest micro-batch that fits: tried out in the first steps of the real training, each of which counts.
+"""Find the fastest micro-batch that fits, in the first steps of the real training, which all count.
 
-Every size divides the same batches, so every step learns what it would have learned; only its time differs. Sizes are halved from the whole batch
-on, each with warm-up steps that are not timed (allocators, caches, algorithms that are picked), until two sizes in a row were slower than the
-best by a tenth. Then the best two are measured again in turns, because one run after another proves nothing.
+Every size splits the same batches, so every step learns the same; only its time differs. Sizes start at the
+whole batch and are halved. Each has warm-up steps that are not timed (allocators, caches, algorithm
+selection). The search ends when two sizes in a row are slower than the best by a tenth. Then the best two are
+measured again, interleaved, because sequential timings prove nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from flatout.measure.statistics import median
 LOGGER = logging.getLogger("flatout")
 WARM_STEPS, TIMED_STEPS, TURNS = 2, 4, 3
 SLOWER = 1.1
-EQUAL = 1.02  # as fast: the smaller one needs less memory
+EQUAL = 1.02  # counts as equal: the smaller size wins, because it needs less memory
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """How a step went. ``fits`` is False where memory ran out, the allocator had to retry, or its peak left no room."""
+    """Result of a step.
+
+    ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak.
+    """
 
     ms: float
     fits: bool = True
@@ -32,7 +36,7 @@ class StepSeen:
 
 @dataclass(frozen=True)
 class Sized:
-    """What was chosen, and the milliseconds a step of every size that was tried; None where it did not fit."""
+    """The chosen size, and the time per step in ms of every size tried; None if it did not fit."""
 
     micro_batch: int
     ms: dict[int, float | None]
@@ -46,7 +50,7 @@ Sizing = Generator[int, StepSeen, Sized]
 
 
 def fastest(size: int) -> Sizing:
-    """Yields the micro-batch for the next step, is sent how it went, and returns what it chose."""
+    """Yields the micro-batch for the next step, receives the result, and returns the choice."""
     ms: dict[int, float | None] = {}
     worse, candidate = 0, size
     while True:
@@ -64,7 +68,7 @@ def fastest(size: int) -> Sizing:
 
 
 def _timed(candidate: int, steps: int) -> Generator[int, StepSeen, float | None]:
-    """The median time of some steps after warm-up; None as soon as one of them did not fit."""
+    """The median time of some steps after warm-up; None as soon as one did not fit."""
     times = []
     for step in range(WARM_STEPS + steps):
         seen = yield candidate
@@ -89,9 +93,10 @@ def _duel(first: int, second: int) -> Generator[int, StepSeen, int]:
 
 
 class Sizer:
-    """Drives the search with the real steps: ``step_begins`` sets the micro-batch of a step, ``step_ends`` tells how it went.
+    """Runs the search on real steps.
 
-    ``agreed`` gives the largest of each number over all ranks, so that every rank is told the same and tries the same sizes.
+    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result. ``agreed`` returns the
+    maximum of each number over all ranks, so that all ranks try the same sizes.
     """
 
     def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches, agreed: Callable[[list[float]], list[float]] = list) -> None:

@@ -1,4 +1,4 @@
-"""What stands at the beginning of a training program: a device, and a seed."""
+"""The start of a training program: choose a device, and set the seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from flatout.capture.ledger import Ledger
 from flatout.plan.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; without it deterministic products raise
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
 
 
 def device(wanted: str | None = None) -> Any:
-    """The torch.device to train on: ``wanted``, or the CUDA device with the most free memory, or MPS, or the CPU. Says in the log what it is and why.
+    """Return the ``torch.device`` to train on, and log the choice with its reason.
 
-    Raises LoopError where ``wanted`` is a device that this machine, driver or torch does not have, with what is missing.
+        model = Model().to(flatout.device())
+
+    Args:
+        wanted: A device such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. Default: the CUDA device with the most
+            free memory, else MPS, else the CPU.
+
+    Raises:
+        LoopError: This machine, its driver or torch does not provide ``wanted``. The message says what is
+            missing.
     """
     import torch
 
@@ -41,25 +49,25 @@ def _asked_for(torch: Any, wanted: str) -> Any:
     try:
         found = torch.device(wanted)
     except RuntimeError:
-        raise LoopError(f"device {wanted!r} is none that torch knows. It is \"cpu\", \"cuda\", \"cuda:1\" and the like.") from None
+        raise LoopError(f"torch does not know the device {wanted!r}. Use \"cpu\", \"cuda\" or \"cuda:1\", for example.") from None
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise LoopError(f"device {wanted!r} is not to be had: {why_no_cuda(torch)}. `flatout doctor` looks into it.")
+        raise LoopError(f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details.")
     if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
-        raise LoopError(f"device {wanted!r} is not to be had: {torch.cuda.device_count()} CUDA devices are visible, counted from 0"
+        raise LoopError(f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
                         + (f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})." if "CUDA_VISIBLE_DEVICES" in os.environ else "."))
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise LoopError(f"device {wanted!r} is not to be had: this is no Mac with a GPU that torch can use.")
+        raise LoopError(f"device {wanted!r} is not available: this is not a Mac with a GPU that torch supports.")
     return found
 
 
 def why_no_cuda(torch: Any) -> str:
     if torch.version.hip:
-        return "this torch is built for ROCm, and no AMD GPU is seen"
+        return "this torch is built for ROCm, and no AMD GPU is visible"
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides every GPU"
-    return f"no NVIDIA GPU, or no driver that suits CUDA {torch.version.cuda} of this torch, is seen"
+    return f"there is no NVIDIA GPU, or no driver for CUDA {torch.version.cuda} of this torch"
 
 
 def _spelled(torch: Any, at: int) -> str:
@@ -68,22 +76,30 @@ def _spelled(torch: Any, at: int) -> str:
 
 
 def seed(value: int, *, deterministic: bool = False) -> int:
-    """Seed torch (every device), ``random`` and numpy, where it is loaded; gives the seed back.
+    """Seed torch (all devices), ``random`` and, if it is loaded, numpy. Returns the seed.
 
-    ``deterministic`` also asks torch for the same result each time on the same machine: operations that cannot give it raise, and some are slower.
-    Raises LoopError for a seed that one of them would not take.
+        flatout.seed(0)
+        flatout.seed(0, deterministic=True)
+
+    Args:
+        value: The seed, from 0 to 2**32 - 1.
+        deterministic: Also ask torch for the same result each time on the same machine. Operations that
+            cannot do this raise an error, and some operations are slower.
+
+    Raises:
+        LoopError: The seed is not a whole number from 0 to 2**32 - 1.
     """
     import torch
 
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
-        raise LoopError(f"seed({value!r}): a whole number from 0 to 2**32 - 1 is needed, for numpy takes no other.")
+        raise LoopError(f"seed({value!r}) is not a whole number from 0 to 2**32 - 1, which numpy requires.")
     random.seed(value)
     torch.manual_seed(value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(value)
     if deterministic:
         if torch.cuda.is_initialized() and WORKSPACE not in os.environ:
-            LOGGER.warning("%s is not set, and CUDA has started already: set it to :4096:8 before the program starts", WORKSPACE)
+            LOGGER.warning("%s is not set, and CUDA has already started: set it to :4096:8 before the program starts", WORKSPACE)
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         Ledger().set(torch.backends.cudnn, "benchmark", False)  # for good

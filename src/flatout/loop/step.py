@@ -1,4 +1,4 @@
-"""One step of a `flatout.Loop`: what a person may want to know of it, without making the device wait."""
+"""One step of a `flatout.Loop`: its figures, without synchronising the device."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from typing import Any
 
 
 class Step:
-    """One optimizer step, over one effective batch.
+    """One optimizer step over one effective batch. `Loop` yields these.
 
-    index        how many steps came before it in this loop, from 0
-    epoch        from 0
-    loss         the loss of the whole effective batch: a detached scalar tensor on the device. ``float(step.loss)`` waits for it
-    lr           the learning rate of the first parameter group that this step was made with
-    samples      in this effective batch
-    parts        micro-batches that it was computed in
-    grad_norm    before clipping, a scalar tensor; None without ``clip``
-    metrics      what ``loss_fn`` gave beside the loss, joined over the micro-batches: scalar tensors
-    skipped      why the optimizer did not step, in words; empty where it did
-    ends_epoch   whether this is the last step of its epoch; None where the loader has no length
+        for step in loop:
+            print(step.index, float(step.loss), step.lr)
+
+    Attributes:
+        index: Number of earlier steps in this loop, from 0.
+        epoch: Number of the epoch, from 0.
+        loss: Loss of the whole effective batch: a detached scalar tensor on the device. ``float(step.loss)``
+            synchronises.
+        lr: Learning rate of the first parameter group in this step.
+        samples: Number of samples in this effective batch.
+        parts: Number of micro-batches.
+        grad_norm: Norm of the gradient before clipping, a scalar tensor. None without ``clip``.
+        metrics: Further values of ``loss_fn``, combined over the micro-batches: scalar tensors by name.
+        skipped: Why the optimizer did not step, as text. Empty if it did.
+        ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
     """
 
     __slots__ = ("_rate", "ends_epoch", "epoch", "grad_norm", "index", "loss", "lr", "metrics", "parts", "samples", "skipped")
@@ -29,7 +34,10 @@ class Step:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over the last steps, the time between steps included; None before the second one."""
+        """Samples per second over the last 32 steps, including the time between steps.
+
+        None before the second step.
+        """
         return self._rate.samples_per_s()
 
     def __repr__(self) -> str:
@@ -38,7 +46,7 @@ class Step:
 
 
 class Rate:
-    """Samples a second over the last WINDOW steps."""
+    """Samples per second over the last WINDOW steps."""
 
     WINDOW = 32
 

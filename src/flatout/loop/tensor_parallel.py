@@ -1,7 +1,8 @@
-"""One model on several devices, layer by layer: torch's own tensor parallelism, by the names of modules.
+"""Tensor parallelism with torch's own styles, by the names of modules.
 
-Every rank is given the same batches and computes all of the model, but of the layers that are named only its slice. Ranks exchange inside forward and
-backward, so nobody can leave a step that has begun: what a Loop otherwise mends (out of memory) ends the training here, in words.
+Every rank gets the same batches and computes the whole model, but only its slice of the named layers. Ranks
+communicate inside forward and backward, so none can leave a step that has begun: out of memory ends the
+training with an error.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ from typing import Any
 
 from flatout.plan.errors import LoopError
 
-ALIKE_STEPS = 8  # the first ones, in which it is seen that all ranks compute the same loss
+ALIKE_STEPS = 8  # the first steps, which check that all ranks compute the same loss
 START = "torchrun --standalone --nproc-per-node 2 train.py"
 
 
 class TensorParallel:
-    """``styles``: module name -> ColwiseParallel(), RowwiseParallel(), ... of torch.distributed.tensor.parallel; ``*`` stands for one part of a name."""
+    """A model whose layers are sharded over all ranks.
+
+    ``styles``: module name -> ColwiseParallel(), RowwiseParallel(), ... of torch.distributed.tensor.parallel.
+    ``*`` matches one part of a name.
+    """
 
     def __init__(self, torch: Any, model: Any, optimizer: Any, styles: Mapping[str, Any], device: Any) -> None:
-        """Divides the model and gives the optimizer the new parameters. Raises LoopError, before anything has changed, for what cannot be divided."""
+        """Shard the model and give the optimizer the new parameters.
+
+        Raises LoopError, before anything has changed, if the model cannot be sharded.
+        """
         self.torch, self.device = torch, device
         distributed = torch.distributed
         several_ranks(torch)
@@ -31,12 +39,12 @@ class TensorParallel:
         before = dict(model.named_parameters())
         with torch.no_grad():
             for tensor in (*before.values(), *model.buffers()):
-                distributed.broadcast(tensor.data, src=0)  # what rank 0 has, every rank has
+                distributed.broadcast(tensor.data, src=0)
         mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (distributed.get_world_size(),))
         try:
             parallelize_module(model, mesh, dict(styles))
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise LoopError(f"torch cannot divide this model as parallel= says: {_first_line(error)}") from error
+            raise LoopError(f"torch cannot shard this model with the styles in parallel=: {_first_line(error)}") from error
         after = dict(model.named_parameters())
         instead = {id(p): after[name] for name, p in before.items()}
         for group in optimizer.param_groups:
@@ -47,21 +55,21 @@ class TensorParallel:
     @staticmethod
     def _check(model: Any, optimizer: Any, styles: Mapping[str, Any]) -> None:
         if not isinstance(styles, Mapping) or not styles:
-            raise LoopError(f"parallel={styles!r}: a table is needed, module name -> style of torch.distributed.tensor.parallel, as in "
+            raise LoopError(f"parallel={styles!r} is not a dict of module name -> style of torch.distributed.tensor.parallel, such as "
                             '{"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}.')
         names = [name for name, _ in model.named_modules()]
         for wanted, style in styles.items():
             if not any(_matches(wanted, name) for name in names):
-                raise LoopError(f"parallel= names {wanted!r}, and the model has no such module. It has {', '.join(name for name in names[:12] if name)}.")
+                raise LoopError(f"parallel= names {wanted!r}, but the model has no such module. It has {', '.join(name for name in names[:12] if name)}.")
             if not hasattr(style, "_apply"):
-                raise LoopError(f"parallel[{wanted!r}] is a {type(style).__name__}; give a style of torch.distributed.tensor.parallel, as ColwiseParallel().")
+                raise LoopError(f"parallel[{wanted!r}] is a {type(style).__name__}. Use a style of torch.distributed.tensor.parallel, like ColwiseParallel().")
         if optimizer.state:
-            raise LoopError("the optimizer has begun already, and its state is of whole parameters. Divide the model in a new Loop with a new optimizer.")
+            raise LoopError("the optimizer already has state, of whole parameters. Shard the model in a new Loop with a new optimizer.")
         if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
-            raise LoopError("fused=True and foreach=True update all parameters in one call, which slices and whole parameters do not share. Leave it out.")
+            raise LoopError("fused=True and foreach=True update all parameters in one call, which cannot mix slices and whole parameters. Remove them.")
 
     def clip(self, parameters: Iterable[Any], limit: float) -> Any:
-        """torch's clipping by the norm over all ranks; the norm before it."""
+        """Clip by the norm over all ranks, as torch does, and return the norm before clipping."""
         torch = self.torch
         gradients = [p.grad for p in parameters if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
@@ -73,11 +81,14 @@ class TensorParallel:
         return total
 
     def local(self, tensor: Any) -> Any:
-        """What this rank has of a tensor, to be written to."""
+        """This rank's part of a tensor, to write to."""
         return tensor.to_local() if isinstance(tensor, self.sharded) else tensor
 
     def alike(self, index: int, loss: Any) -> None:
-        """Raises LoopError where the ranks have computed different losses: they were given different batches, or drew different random numbers."""
+        """Raises LoopError if the losses of the ranks differ.
+
+        They then have different batches or random numbers.
+        """
         if index >= ALIKE_STEPS:
             return
         distributed = self.torch.distributed
@@ -85,20 +96,20 @@ class TensorParallel:
         distributed.all_reduce(ends, distributed.ReduceOp.MAX)
         largest, smallest = float(ends[0]), -float(ends[1])
         if abs(largest - smallest) > 1e-3 * max(abs(largest), abs(smallest)):
-            raise LoopError(f"with parallel= every rank is to train on the same batches, and the loss of step {index} is {smallest:.6g} on one rank and "
-                            f"{largest:.6g} on another. Seed all ranks alike before the loader is made (flatout.seed(0)), without a DistributedSampler.")
+            raise LoopError(f"with parallel=, every rank must train on the same batches, but the loss of step {index} is {smallest:.6g} on one rank and "
+                            f"{largest:.6g} on another. Seed all ranks equally before making the loader (flatout.seed(0)), and use no DistributedSampler.")
 
 
 def several_ranks(torch: Any) -> None:
-    """Raises LoopError in a process that is alone."""
+    """Raises LoopError in a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:
-        raise LoopError(f"parallel= divides a model over ranks, and this process is the only one. Start several, each of which calls "
+        raise LoopError(f"parallel= splits a model over ranks, and this process is the only one. Start several that call "
                         f"torch.distributed.init_process_group() first: {START}")
 
 
 def _matches(wanted: str, name: str) -> bool:
-    """As parallelize_module does: part by part, each of which may be a pattern."""
+    """Match names as parallelize_module does: part by part, each of which may be a pattern."""
     from fnmatch import fnmatch
 
     parts, own = wanted.split("."), name.split(".")
@@ -106,11 +117,14 @@ def _matches(wanted: str, name: str) -> bool:
 
 
 def refused(**given: tuple[Any, Any]) -> None:
-    """``name=(what was given, what goes)``. Raises LoopError for the first argument of a Loop that does not go with parallel=."""
+    """``name=(given value, supported values)``.
+
+    Raises LoopError for the first argument that parallel= does not support.
+    """
     for name, (value, goes) in given.items():
         if value not in goes:
-            raise LoopError(f"{name}={value!r} does not go with parallel= yet: ranks that share layers exchange inside forward and backward, which it would "
-                            "disturb, or which nobody has shown it to be right with. Leave it out.")
+            raise LoopError(f"{name}={value!r} does not work with parallel= yet: ranks communicate inside forward and backward, and this option would "
+                            "disturb that or is untested with it. Remove it.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a Loop trains with, in one place for those who make a step of it."""
+"""The objects that a Loop trains with, shared by the parts that make a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from flatout.loop.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Training:
-    """``alone`` is the model as one rank may call it without the others; ``parameters`` are those that the optimizer has (master copies included)."""
+    """``alone``: the model as one rank may call it without the others.
+
+    ``parameters``: the optimizer's (master copies included).
+    """
 
     torch: Any
     model: Any
@@ -25,4 +28,4 @@ class Training:
     device: Any
     precision: Precision
     ranks: Ranks | None
-    divided: TensorParallel | PipelineParallel | None = None  # the model is divided over ranks
+    divided: TensorParallel | PipelineParallel | None = None  # the model is split over ranks

@@ -1,8 +1,9 @@
-"""Which levers make the steps of this very training faster: blocks of real steps with a lever and without it, in the order A B B A.
+"""Find the levers that speed up the steps of this training.
 
-Pure: who searches is told how long each step took, and says which levers are to hold for the next one. Levers are tried one after another on top of
-those that have won. One wins where the whole interval of its ratio is a gain, so a tie goes to the plain program. The number of steps is bounded by
-what is asked for, whatever the times are.
+Blocks of real steps run with and without a lever (A B B A). This module is pure: the caller reports the time
+of each step, and the search returns the levers for the next one. Levers are tried one after another on top of
+those already kept. A lever is kept if the whole interval of its ratio is a gain, so a tie goes to the plain
+program. The number of steps is bounded by the budget, whatever the times are.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from flatout.plan.records import Ratio
 from flatout.plan.words import Effect
 from flatout.trial.blocks import BLOCK_MS, FEWEST_ROUNDS, decided
 
-SHARE = 0.2  # of the steps that are to come
+SHARE = 0.2  # of the coming steps
 MOST_STEPS = 600
 FEWEST_OF_A_BLOCK, MOST_OF_A_BLOCK = 2, 50
 SWITCHES = 2  # in A B B A; the step after each is not timed
-WORTH_A_LEVER = 1.01  # a smaller gain is not worth one
-PLAIN_STEPS = 3  # that tell how long a step is
+WORTH_A_LEVER = 1.01  # smaller gains are not worth a lever
+PLAIN_STEPS = 3  # to measure the length of a step
 NEEDS_MEMORY = "a step ran out of memory with it"
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """``failed`` says why the levers that were to hold for this step did not, or why it had to be done again."""
+    """``failed``: why the requested levers were not active in this step, or why it had to be repeated."""
 
     ms: float
     failed: str = ""
@@ -35,7 +36,10 @@ class StepSeen:
 
 @dataclass(frozen=True)
 class Tried:
-    """How one lever ended. ``ratio`` is how many times as fast a step is with it; None where it was not measured."""
+    """The result of one lever.
+
+    ``ratio``: how many times as fast it makes a step; None if it was not measured.
+    """
 
     choice: Choice
     effect: Effect
@@ -49,12 +53,16 @@ class Tried:
 
     def sentence(self) -> str:
         name = spell(self.choice.name, self.choice.value)
-        return f"{name} {'stays' if self.kept else 'is left out'}: {', '.join(filter(None, (self.evidence, self.reason)))}"
+        return f"{name} {'is kept' if self.kept else 'is not used'}: {', '.join(filter(None, (self.evidence, self.reason)))}"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """``plan`` holds what stays, ``tried`` every lever there is, ``steps`` those that were used; each of them trained."""
+    """The result of tuning.
+
+    ``plan`` holds the levers that are kept, ``tried`` all levers, ``steps`` the number of steps used. Each of
+    these steps trained.
+    """
 
     plan: Plan
     tried: tuple[Tried, ...]
@@ -69,14 +77,15 @@ Check = Callable[[Sequence[Choice], Effect], str]
 
 
 def bound(coming: int | None) -> int:
-    """Steps that may be used, of ``coming`` ones; None where nobody knows how many there will be."""
+    """The number of steps to use out of ``coming`` ones; None if their number is unknown."""
     return MOST_STEPS if coming is None else min(MOST_STEPS, int(SHARE * coming))
 
 
 def search(candidates: Sequence[tuple[Choice, Effect]], steps: int, check: Check) -> Search:
-    """Yields what is to hold for the next step, is sent how it went, and returns how each candidate ended.
+    """Yields the levers for the next step, receives its result, and returns the result of each candidate.
 
-    ``check(choices, effect)`` says in a sentence why these levers together may not be used, or nothing. It is asked before a step is made with them.
+    ``check(choices, effect)`` returns why these levers together must not be used, or "". It runs before a
+    step uses them.
     """
     held: list[Choice] = []
     found: list[Tried] = []
@@ -88,7 +97,7 @@ def search(candidates: Sequence[tuple[Choice, Effect]], steps: int, check: Check
         share = left // (len(candidates) - at)
         block = _block(share, sorted(plain)[len(plain) // 2] if plain else 1.0)
         if block is None:
-            found.append(Tried(choice, effect, False, "too few steps are to come to measure it in"))
+            found.append(Tried(choice, effect, False, "too few steps remain to measure it"))
             continue
         refused = check([*held, choice], effect)
         if refused:
@@ -107,7 +116,7 @@ def _round(block: int) -> int:
 
 
 def _block(share: int, step_ms: float) -> int | None:
-    """Timed steps of a block, such that enough rounds fit into the share; None where not even the shortest do."""
+    """Timed steps per block, such that enough rounds fit into the share; None if none fit."""
     most = (share // FEWEST_ROUNDS - SWITCHES) // 4
     if most < FEWEST_OF_A_BLOCK:
         return None
@@ -136,4 +145,4 @@ def _contest(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: in
             break
     ratio = compare([rounds])
     kept = ratio.certain and ratio.median >= WORTH_A_LEVER
-    return Tried(choice, effect, kept, "" if kept else "slower here" if ratio.high < 1.0 else "no gain that stands out from the noise", ratio), used
+    return Tried(choice, effect, kept, "" if kept else "slower here" if ratio.high < 1.0 else "no speed-up beyond the noise", ratio), used

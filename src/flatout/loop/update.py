@@ -1,4 +1,4 @@
-"""The optimizer's step: clipped before, and believed only where all of it has happened, on every rank."""
+"""The optimizer's step: clip first, and trust the update only if it completed on every rank."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from flatout.loop.training import Training
 from flatout.plan.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
-LEANER = "foreach=False or fused=True needs less memory for a moment, so do smaller micro-batches (micro_batch=...)."
+LEANER = "foreach=False, fused=True or smaller micro-batches (micro_batch=...) need less memory at the peak."
 
 
 class Update:
-    """``clip`` is the largest norm of the gradient, or None."""
+    """``clip`` is the maximum norm of the gradient, or None."""
 
     def __init__(self, training: Training, clip: float | None) -> None:
         self.training, self.clip = training, clip
         self._first = FirstUpdate(training)
 
     def goes_on(self) -> None:
-        """The optimizer was given the state of a save."""
+        """Call after the optimizer has loaded its state from a checkpoint."""
         self._first = FirstUpdate(self.training)
 
     def clipped(self) -> Any:
-        """The gradient's norm before clipping; None without."""
+        """Clip the gradient and return its norm before clipping; None without ``clip``."""
         if self.clip is None:
             return None
         training = self.training
@@ -36,20 +36,23 @@ class Update:
         return training.torch.nn.utils.clip_grad_norm_(training.parameters, self.clip)
 
     def make(self, index: int) -> str:
-        """Why the optimizer's step was left out, or nothing. Raises LoopError, also where it has failed on another rank."""
+        """Return why the optimizer's step was skipped, or "".
+
+        Raises LoopError, also if it failed on another rank.
+        """
         ranks = self.training.ranks
         if ranks is None:
             return self._made(index, twice=True)
         try:
             skipped = self._made(index, twice=not may_exchange(self.training.optimizer))
         except Exception as error:
-            ranks.updated(error)  # nobody trains on where one rank has half a step
+            ranks.updated(error)  # no rank may continue if one has half a step
             raise
         ranks.updated(None)
         return skipped
 
     def _made(self, index: int, twice: bool) -> str:
-        """Out of memory in the optimizer's first step, before any weight has moved, it is tried once more."""
+        """Retry once if the optimizer's first step runs out of memory before any weight has changed."""
         first, training = self._first, self.training
         if first.fresh:
             first.begins()
@@ -64,7 +67,7 @@ class Update:
                 return skipped
             except KeyboardInterrupt:
                 if not first.undo():
-                    LOGGER.warning("interrupted inside the optimizer: the weights may be those of half of step %d. Load your last save to be sure", index)
+                    LOGGER.warning("interrupted inside the optimizer: the weights may be those of half of step %d. Load your last checkpoint to be safe", index)
                 raise
             except Exception as error:
                 if not is_out_of_memory(training.torch, error):
@@ -72,16 +75,17 @@ class Update:
                 failed = OutOfMemory.seen(error, 0)
             release(training.torch, training.device)
             if not first.undo():
-                raise LoopError(f"the optimizer ran out of memory and may have begun to move weights ({failed.said}), so they may be those of half a step "
-                                f"and cannot be trusted: go on from your last save. {LEANER}")
-        raise LoopError(f"the optimizer ran out of memory{', twice,' if twice else ''} before it had moved any weight ({failed.said}). {LEANER}")
+                raise LoopError(f"the optimizer ran out of memory and may have changed some weights ({failed.said}). They may be those of half a step: "
+                                f"resume from your last checkpoint. {LEANER}")
+        raise LoopError(f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.said}). {LEANER}")
 
 
 class FirstUpdate:
-    """Whether an optimizer that failed has changed anything. ``fresh`` until its first step is done.
+    """Detects whether a failed optimizer step has changed anything. ``fresh`` until the first step is done.
 
-    That is when state is made and memory is most likely to end, and the norms of all parameters tell. Later nothing does that would be worth its time in
-    each step: torch counts the writes to a tensor (``_version``), but not those of fused steps, nor everywhere those of foreach ones.
+    The first step creates state and is most likely to run out of memory; the norms of all parameters tell
+    whether it changed any. In later steps no check is worth its time. torch counts the writes to a tensor
+    (``_version``), but not those of fused steps, nor all of those of foreach steps.
     """
 
     def __init__(self, training: Training) -> None:
@@ -93,7 +97,10 @@ class FirstUpdate:
         self._norms = self._norms_now()
 
     def undo(self) -> bool:
-        """Take away state that was only just made. False where something else may have changed, which nobody can undo."""
+        """Remove state that was just created.
+
+        False if anything else may have changed, which cannot be undone.
+        """
         if not self.fresh or not all(self.training.torch.equal(a, b) for a, b in zip(self._norms, self._norms_now(), strict=True)):
             return False
         self.training.optimizer.state.clear()

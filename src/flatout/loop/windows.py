@@ -1,4 +1,4 @@
-"""Which batches of the loader make one effective batch, and into which micro-batches it is cut."""
+"""Group the loader's batches into effective batches, and split them into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from flatout.plan.errors import LoopError
 
 
 def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
-    """Lists of (batch, samples), each list one optimizer step. Without ``effective``, each batch alone.
+    """Yields lists of (batch, samples), one list per optimizer step.
 
-    The last window of an epoch is as short as what is left. Raises LoopError where the loader's batches do not add up to the effective batch.
+    Without ``effective``, each batch is alone.
+
+    The last window of an epoch may be shorter. Raises LoopError if the loader's batches do not add up to the
+    effective batch.
     """
     window: list[tuple[Any, int]] = []
     filled = 0
@@ -24,8 +27,8 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
         if filled + size > effective:
             loaders = window[0][1] if window else size
             near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
-            raise LoopError(f"effective_batch={effective} is not a whole number of the loader's batches of {loaders} samples. "
-                            f"Take {' or '.join(map(str, near))}, or another batch_size for the loader.")
+            raise LoopError(f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
+                            f"Use {' or '.join(map(str, near))}, or change the loader's batch_size.")
         window.append((batch, size))
         filled += size
         if filled == effective:
@@ -36,7 +39,10 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
 
 
 def cut(size: int, micro_batch: int | None) -> list[int]:
-    """Sizes of the micro-batches of a batch, as even as they can be: 10 in parts of at most 4 are 4, 3, 3."""
+    """The sizes of the micro-batches of a batch, as even as possible.
+
+    10 samples in parts of at most 4 give 4, 3, 3.
+    """
     if micro_batch is None or size <= micro_batch:
         return [size]
     parts = -(-size // micro_batch)

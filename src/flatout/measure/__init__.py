@@ -1,1 +1,1 @@
-"""Room 1: clocks, statistics, phases, parity. Nothing here starts a process or touches a script."""
+"""Clocks, statistics, phases, parity. Nothing here starts a process or touches a script."""

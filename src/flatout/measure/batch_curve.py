@@ -1,6 +1,7 @@
-"""Reading throughput against batch size: how much faster each size is than the program's own, and from which size on more brings nothing.
+"""Analyse throughput by batch size: the speed of each size relative to the program's own, and the knee.
 
-Times come as milliseconds a sample, by size, by process, by turn. Processes of one *pass* were measured beside each other, in turns.
+Times are milliseconds per sample, by size, process and turn. The processes of one *pass* were measured
+interleaved.
 """
 
 from __future__ import annotations
@@ -12,32 +13,34 @@ from flatout.measure.statistics import Round, block_ms, compare, median, quantil
 from flatout.plan.batch import BatchPoint, BatchRecord
 from flatout.plan.records import CONFIDENCE, Ratio
 
-WORTH = 0.05  # of throughput; a larger batch that brings less is not worth its memory
+WORTH = 0.05  # a larger batch must gain more throughput than this to be worth its memory
 DRAWS = 600
 
 Passes = Sequence[Mapping[int, Sequence[float]]]
-"""By pass, by size, one time a turn. A size that was not measured in a pass is not in it."""
+"""By pass, by size, one time per turn. A pass omits the sizes that it did not measure."""
 
 
 def speed(passes: Passes, own: int, size: int) -> Ratio | None:
-    """How many times the samples/s of the program's own size this one has."""
+    """Return the samples/s of this size, relative to the program's own size."""
     pairs = [[Round(a, b) for a, b in zip(each[own], each[size], strict=False)] for each in passes if own in each and size in each]
     return compare(pairs) if any(pairs) else None
 
 
 def in_micro_batches(step_ms: float, optimizer_ms: float, samples: float, wanted: float) -> float:
-    """Milliseconds of a step of ``wanted`` samples, in micro-batches of which those of one step of ``samples`` take ``step_ms``, with one update.
+    """Return the milliseconds of a step of ``wanted`` samples, made of micro-batches and one update.
 
-    Data, forward and backward are counted for each micro-batch, and so is everything else but the optimizer. A smaller last one costs its share.
+    The micro-batches of a step of ``samples`` samples take ``step_ms``. Everything but the optimizer counts
+    once per micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
     """
     update_ms = min(optimizer_ms, step_ms)
     return (step_ms - update_ms) * wanted / samples + update_ms
 
 
 def enough(passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRAWS) -> tuple[int, int, int] | None:
-    """The smallest of ``sizes`` whose throughput is within WORTH of the best, and an interval of it; None without a measurement.
+    """Return the smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
 
-    A bootstrap over passes, and over the turns of each process within them.
+    The interval is a bootstrap over passes, and over the turns of each process within them. None without
+    measurements.
     """
     sizes = sorted(size for size in sizes if any(each.get(size) for each in passes))
     if not sizes:
@@ -64,7 +67,10 @@ def _smallest(ms_a_sample: Mapping[int, float]) -> int:
 
 
 def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) -> None:
-    """Fills speeds and choices of a record from the times of its passes. ``again`` are the turns of the own size in two processes of each pass."""
+    """Fill the speeds and choices of a record from the times of its passes.
+
+    ``again`` are the turns of the own size in two processes of each pass.
+    """
     own = record.point(record.own)
     if own is None or own.step_ms is None or not own.samples_per_step:
         return

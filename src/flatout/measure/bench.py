@@ -1,7 +1,8 @@
-"""Measures the ceilings of this machine: ``python -P -m flatout.measure.bench OUT FOLDER``. One JSON object a line, as each figure is known.
+"""Measure the ceilings of this machine: ``python -P -m flatout.measure.bench OUT FOLDER``.
 
-Every rate is the best of repetitions that each last long enough for the clock: a ceiling is what can be reached (STREAM does the same). How
-much other programs disturbed the rest shows in the quartiles.
+Writes one JSON object per line, as soon as each figure is known. A rate is the best of several repetitions,
+each long enough for the clock: a ceiling is the best achievable value (as in STREAM). The quartiles show the
+disturbance by other programs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from flatout.measure.statistics import median, quantile
 from flatout.plan.ceilings import MATMUL_DTYPES, Ceiling
 
 REPETITIONS = 7
-LONG_ENOUGH_MS = 60.0  # of one repetition; the clock of CUDA events resolves half a microsecond
-MULTIPLY_MS = 15.0  # of one multiplication: from here on its size is not what limits it
+LONG_ENOUGH_MS = 60.0  # per repetition; CUDA events resolve half a microsecond
+MULTIPLY_MS = 15.0  # per multiplication: above this, size does not limit the rate
 LARGEST = {"cpu": 4096, "cuda": 16384}  # rows of a matrix
-ARRAY_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}  # several times the last cache of today's processors
+ARRAY_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}  # several times the last-level cache of current processors
 COPY_BYTES = 256 * 2**20
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 8 * 2**20
@@ -34,7 +35,7 @@ LOADER_STARTS = 5
 
 
 def on_host(torch: Any, folder: Path) -> Iterator[Ceiling]:
-    """Every figure of the processor that one process can have. ``folder`` is where the disk is measured."""
+    """Yield every host figure that a single process can measure. ``folder`` selects the disk."""
     yield from on_device(torch, "cpu")
     yield disk(folder)
     yield loader(torch)
@@ -48,7 +49,10 @@ def on_device(torch: Any, device: str) -> Iterator[Ceiling]:
 
 
 def repeated(clock: Clock, work: Callable[[], object], count: int = REPETITIONS) -> tuple[list[float], int]:
-    """Milliseconds of one ``work`` in each repetition, and how many of it a repetition held. The first, unmeasured ones warm up."""
+    """Time ``work`` in repetitions, after a warm-up.
+
+    Returns the milliseconds of one ``work`` in each repetition, and the number of calls per repetition.
+    """
     times = max(1, round(LONG_ENOUGH_MS / _once(clock, work)))
     found = []
     for _ in range(count):
@@ -62,7 +66,7 @@ def repeated(clock: Clock, work: Callable[[], object], count: int = REPETITIONS)
 
 
 def _once(clock: Clock, work: Callable[[], object]) -> float:
-    """Milliseconds of one ``work``: the shortest of three after one that warms up, so that a busy machine misleads nobody."""
+    """Return the milliseconds of one ``work``: the shortest of three, because the machine may be busy."""
     work()
     found = []
     for _ in range(3):
@@ -74,13 +78,16 @@ def _once(clock: Clock, work: Callable[[], object]) -> float:
 
 
 def rate(name: str, device: str, amount: float, each_ms: list[float], note: str) -> Ceiling:
-    """``amount`` a repetition as a rate a second: the best one, and the quartiles of all."""
+    """Return ``amount`` per repetition as a rate per second: the best, and the quartiles."""
     rates = [amount / ms * 1000 for ms in each_ms]
     return Ceiling(name, device, max(rates), quantile(rates, 0.25), quantile(rates, 0.75), len(rates), note)
 
 
 def matmul(torch: Any, device: str, dtype: str) -> Ceiling:
-    """Square matrices, the smallest whose product takes MULTIPLY_MS; counted as 2 n^3 operations."""
+    """Multiply square matrices of the smallest size that takes MULTIPLY_MS.
+
+    A product counts as 2 n^3 operations.
+    """
     name = f"matmul_{dtype}_flops"
     if dtype == "tf32" and device != "cuda":
         return Ceiling(name, device, note="not run: Tensor Cores are needed")
@@ -100,11 +107,14 @@ def matmul(torch: Any, device: str, dtype: str) -> Ceiling:
         return Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
     finally:
         torch.set_float32_matmul_precision(before)
-    return rate(name, device, 2.0 * rows**3, each, f"{rows} x {rows}, {times} product{'s' * (times > 1)} a repetition")
+    return rate(name, device, 2.0 * rows**3, each, f"{rows} x {rows}, {times} product{'s' * (times > 1)} per repetition")
 
 
 def memory(torch: Any, device: str) -> Iterator[Ceiling]:
-    """Copy and triad over arrays that no cache holds. What is read to be overwritten is not counted, as in STREAM."""
+    """Run copy and triad on arrays larger than any cache.
+
+    As in STREAM, reads caused by overwriting do not count.
+    """
     clock, count = clock_for(torch, device), ARRAY_BYTES[device] // 4
     try:
         a, b, c = (torch.ones(count, device=device) for _ in range(3))
@@ -125,7 +135,7 @@ def copies(torch: Any, device: str) -> Iterator[Ceiling]:
     for kind in ("pinned", "pageable"):
         name = f"host_to_device_{kind}_bytes_per_s"
         if device != "cuda":
-            yield Ceiling(name, device, note="not run: there is no device beside the processor")
+            yield Ceiling(name, device, note="not run: there is no device except the CPU")
             continue
         try:
             source, target = torch.ones(COPY_BYTES // 4, pin_memory=kind == "pinned"), torch.empty(COPY_BYTES // 4, device=device)
@@ -133,20 +143,20 @@ def copies(torch: Any, device: str) -> Iterator[Ceiling]:
             yield Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
             continue
         each, _ = repeated(clock_for(torch, device), lambda to=target, of=source: to.copy_(of, non_blocking=True))  # type: ignore[misc]
-        yield rate(name, device, COPY_BYTES, each, f"{COPY_BYTES // 2**20} MiB a copy")
+        yield rate(name, device, COPY_BYTES, each, f"{COPY_BYTES // 2**20} MiB per copy")
 
 
 def disk(folder: Path) -> Ceiling:
-    """One file read from its start to its end, after the kernel was asked to drop it from the page cache.
+    """Read a file from start to end, after asking the kernel to drop it from the page cache.
 
-    How much really came from the disk is the kernel's own count (/proc/self/io, read_bytes), and is said.
+    The note reports how much came from the disk, by the kernel's own count (/proc/self/io, read_bytes).
     """
     name, clock = "disk_read_bytes_per_s", HostClock()
     try:
         room = os.statvfs(folder)
         length = min(FILE_BYTES, room.f_bavail * room.f_frsize // 20) // BLOCK_BYTES * BLOCK_BYTES
         if length < BLOCK_BYTES:
-            return Ceiling(name, "cpu", note=f"not run: too little room in {folder}")
+            return Ceiling(name, "cpu", note=f"not run: too little space in {folder}")
         each, fetched = [], []
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".flatout-disk-") as file:
             block = os.urandom(BLOCK_BYTES)
@@ -164,8 +174,8 @@ def disk(folder: Path) -> Ceiling:
                 fetched.append(_read_from_disk() - before)
     except OSError as error:
         return Ceiling(name, "cpu", note=f"not run: {folder}: {error.strerror}")
-    return rate(name, "cpu", length, each, f"{length // 2**20} MiB in {folder}, page cache dropped before each reading; "
-                                           f"{100 * sum(fetched) / len(fetched) / length:.0f} % came from the disk itself")
+    return rate(name, "cpu", length, each, f"{length // 2**20} MiB in {folder}, page cache dropped before each read; "
+                                           f"{100 * sum(fetched) / len(fetched) / length:.0f} % came from the disk")
 
 
 def _read_from_disk() -> int:
@@ -174,7 +184,10 @@ def _read_from_disk() -> int:
 
 
 def loader(torch: Any) -> Ceiling:
-    """From iter() of a DataLoader with one worker to its first batch: what each epoch pays without persistent workers."""
+    """Time a DataLoader with one worker from iter() to its first batch.
+
+    Every epoch without persistent workers has this cost.
+    """
     clock, each = HostClock(), []
     data = torch.utils.data.TensorDataset(torch.zeros(64, 4))
     for _ in range(LOADER_STARTS):

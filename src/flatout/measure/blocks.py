@@ -1,6 +1,6 @@
-"""Blocks of memory as they are taken and given back: how much lives at once, and what the peak is made of.
+"""Track memory blocks as they are allocated and freed: bytes in use, and the composition of the peak.
 
-Pure bookkeeping. Time is the number of the event; what a block is for may become known after it was taken.
+Pure bookkeeping. Time is the number of the event. The kind of a block may become known after its allocation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TEMPORARY = "temporary"
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """``died`` is the event that gave it back, None while it lives."""
+    """A memory block. ``died`` is the event that freed it, or None while it lives."""
 
     size_bytes: int
     kind: str
@@ -25,7 +25,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that lived at once, by kind; and activations by the module that made them, at the moment at which there are most of those."""
+    """Peak of bytes in use, by kind, and the activations by module at their own maximum."""
 
     peak_bytes: int
     kinds: dict[str, int]
@@ -33,7 +33,10 @@ class Peak:
 
 
 class Blocks:
-    """``rounding`` is the smallest amount that the allocator hands out: every block is a multiple of it."""
+    """Tracks blocks.
+
+    ``rounding_bytes`` is the granularity of the allocator: block sizes are rounded up to a multiple of it.
+    """
 
     def __init__(self, rounding_bytes: int = 1) -> None:
         self.rounding_bytes = rounding_bytes
@@ -43,7 +46,7 @@ class Blocks:
         self.begin()
 
     def begin(self) -> None:
-        """The peak is looked for from here on."""
+        """Start the search for the peak."""
         self._blocks = [block for block in self._blocks if block.died is None]
         self._peak_bytes, self._peak_at = self.in_use_bytes, self.events
         self._began = self.events
@@ -65,7 +68,8 @@ class Blocks:
             self.in_use_bytes -= block.size_bytes
 
     def outlived(self, kind: str, since: int) -> None:
-        """Temporary blocks that were taken after the event ``since`` and still live are of this kind."""
+        """Set the kind of the temporary blocks that were allocated after the event ``since`` and still live.
+        """
         for block in reversed(self._blocks):
             if block.born <= since:
                 break
@@ -73,7 +77,7 @@ class Blocks:
                 block.kind = kind
 
     def peak(self) -> Peak:
-        """Of everything since ``begin``."""
+        """Return the peak since ``begin``."""
         kinds: Counter[str] = Counter()
         for block in self._living(self._peak_at):
             kinds[block.kind] += block.size_bytes
@@ -87,7 +91,7 @@ class Blocks:
         return [block for block in self._blocks if block.born <= event and (block.died is None or block.died > event)]
 
     def _fullest(self) -> int:
-        """The event after which there are most activations."""
+        """Return the event after which the most activations live."""
         changes = [(block.born, block.size_bytes) for block in self._blocks if block.kind == "activations"]
         changes += [(block.died, -block.size_bytes) for block in self._blocks if block.kind == "activations" and block.died is not None]
         total, most, event = 0, 0, self._began

@@ -1,7 +1,8 @@
-"""The clocks. Nowhere else does flatout read the time of a step.
+"""The clocks. All step times of flatout are read here.
 
-Two kinds behind one interface: ``mark()`` notes a moment and ``elapsed_ms(a, b)`` is the time between two. On CUDA a
-mark is an event on the current stream, so that marking never waits for the device; reading the difference does.
+Two kinds share one interface: ``mark()`` records a moment, and ``elapsed_ms(a, b)`` is the time between two.
+On CUDA a mark is an event on the current stream: marking never waits for the device, but reading the
+difference does.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ class Clock(Protocol):
     def elapsed_ms(self, start: Any, end: Any) -> float: ...
 
     def wait_for(self, mark: Any) -> None:
-        """Wait until this has happened."""
+        """Wait until this mark has happened."""
 
     def settle(self) -> None:
-        """Wait until everything marked so far has happened."""
+        """Wait until all marks so far have happened."""
 
 
 class HostClock:
-    """Nanoseconds of the host's monotonic clock."""
+    """Monotonic clock of the host, in nanoseconds."""
 
     name = "host"
     mark = staticmethod(time.perf_counter_ns)
@@ -41,10 +42,10 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events; they resolve about 0.5 microseconds (CUDA runtime documentation, cudaEventElapsedTime).
+    """CUDA events. They resolve about 0.5 microseconds (CUDA runtime documentation, cudaEventElapsedTime).
 
-    ``device`` is that of the model; None is the current one. To wait, the clock calls the functions that torch had when the clock was made: a profile
-    counts the program's own calls of them, or replaces them.
+    ``device`` is the device of the model; None is the current one. The clock saves torch's waiting functions
+    when it is created, because a profile counts or replaces the program's own calls of them.
     """
 
     name = "cuda"
@@ -70,23 +71,23 @@ class CudaClock:
 
 
 def clock_for(torch: Any, device: Any) -> Clock:
-    """``device``: a torch.device, or its type as a word."""
+    """Return the clock for ``device``: a torch.device, or its type as a string."""
     kind, own = (device, None) if isinstance(device, str) else (device.type, device)
     return CudaClock(torch, own) if kind == "cuda" else HostClock()
 
 
 def seconds() -> float:
-    """Seconds of the host's monotonic clock, for budgets and deadlines."""
+    """Return the seconds of the host's monotonic clock, for budgets and deadlines."""
     return time.monotonic()
 
 
 def cpu_seconds() -> float:
-    """Processor seconds of this process, all threads."""
+    """Return the CPU seconds of this process, all threads."""
     return time.process_time()
 
 
 def thread_seconds() -> float:
-    """Processor seconds of the thread that asks."""
+    """Return the CPU seconds of the calling thread."""
     return time.thread_time()
 
 
@@ -95,5 +96,5 @@ def sleep(for_s: float) -> None:
 
 
 def today() -> str:
-    """The moment in UTC, ISO 8601, to the second."""
+    """Return the current time in UTC, ISO 8601, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,18 +1,19 @@
-"""The largest batch whose peak stays below a limit, asked for as few sizes as may be."""
+"""Search the largest batch whose peak stays below a limit, with few evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 MOST_SAMPLES = 2**22
-FINE = 64  # a size is found to one part in so many
+FINE = 64  # the result is exact to one part in FINE
 
 
 def largest_that_fits(peak_of: Callable[[int], int], limit: int, start: int, most: int = MOST_SAMPLES) -> int:
-    """A size whose peak is at most ``limit``, while one that is about a part in FINE larger is not; 0 where one sample is too many, ``most`` where all fit.
+    """Return a size whose peak is at most ``limit``, while a size about one part in FINE larger exceeds it.
 
-    ``peak_of`` never falls. It is the largest of several straight lines (each moment of a step takes so much and so much a sample), so between two sizes
-    the straight line through them is tried first, and halves where that does not come nearer.
+    The result is 0 if one sample is too large, and ``most`` if all sizes fit. ``peak_of`` must not decrease.
+    It is the maximum of straight lines (each moment of a step takes a constant plus an amount per sample). So
+    the search interpolates linearly between two sizes, and bisects if that does not converge.
     """
     fits, fits_peak, too_large, too_large_peak = 0, 0, 0, 0
     size = max(1, min(start, most))

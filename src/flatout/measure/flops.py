@@ -1,7 +1,7 @@
-"""Floating-point operations of single operators, from the shapes that a profiler recorded. A multiplication and an addition are two.
+"""FLOPs of single operators, from the shapes that a profiler recorded. A multiply-add counts as two.
 
-The formulas are those of ``torch.utils.flop_counter``, which wants the tensors themselves or the shape of what comes out; a recording has
-only what went in.
+The formulas are those of ``torch.utils.flop_counter``. That module requires tensors or the output shape, but
+a recording has only the inputs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ FORWARD_CONVOLUTIONS = tuple("aten::" + name for name in (
 
 
 def flops_of(name: str, shapes: Sequence[Shape], given: Sequence[Any] = ()) -> float | None:
-    """The operations of one call; None for an operator that is no matrix product, convolution or attention, or was not recorded whole.
+    """Return the FLOPs of one call.
 
-    ``given`` are the arguments that are no tensors, at their places: numbers and lists, or nothing.
+    The result is None for an incomplete recording, and for an operator other than a matrix product,
+    convolution or attention. ``given`` are the non-tensor arguments at their positions: numbers and lists, or
+    nothing.
     """
     try:
         if name == "aten::mm":
@@ -36,7 +38,8 @@ def flops_of(name: str, shapes: Sequence[Shape], given: Sequence[Any] = ()) -> f
         if name in FORWARD_CONVOLUTIONS:
             return _convolution(name, shapes, given)
         if name == "aten::convolution_backward":
-            # Both gradients have the cost of the forward pass: of each output value, one product with every weight that made it.
+            # Each gradient costs as much as the forward pass: one product per output value and contributing
+            # weight.
             wanted = _list(given[10]) if len(given) > 10 else [1, 1, 1]
             once = 2.0 * prod(shapes[0]) * prod(shapes[2][1:])
             return once * (int(bool(wanted[0])) + int(bool(wanted[1])))
@@ -71,7 +74,10 @@ def _convolution(name: str, shapes: Sequence[Shape], given: Sequence[Any]) -> fl
 
 
 def _attention(name: str, shapes: Sequence[Shape]) -> float:
-    """Shapes are (batch, heads, length, width). Backward does again the scores, and four products more; flop_counter counts so as well."""
+    """Shapes are (batch, heads, length, width).
+
+    Backward computes the scores again and four more products, as in flop_counter.
+    """
     backward = "backward" in name
     q, k, v = shapes[1:4] if backward else shapes[:3]
     *_, q_length, width = q
@@ -83,7 +89,7 @@ def _attention(name: str, shapes: Sequence[Shape]) -> float:
 
 
 def _list(value: Any) -> list[int]:
-    """Recordings spell a list as a list or as its text."""
+    """Return a list of integers. Recordings hold a list as a list or as text."""
     if isinstance(value, str):
         words = value.strip("[]").replace(",", " ").split()
         return [{"True": 1, "False": 0}[word] if word in ("True", "False") else int(word) for word in words]

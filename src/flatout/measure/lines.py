@@ -1,4 +1,7 @@
-"""Where the time of a call goes, by lines of the user's own: each line's own time, with what it calls that is nobody's of theirs."""
+"""Measure the time of a call by lines of the user's code.
+
+A line includes the time of library code that it calls.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from flatout.measure.clock import HostClock
 
 
 class LineTimer:
-    """``with LineTimer(is_users) as timer:`` then ``timer.ns``: (code, line) -> nanoseconds. Of this thread only; tracing costs time itself.
+    """``with LineTimer(is_users) as timer:``, then ``timer.ns`` maps (code, line) to nanoseconds.
 
-    While ``paused`` nothing is counted. ``adopt`` also hears functions that were running already.
+    Covers only this thread. Tracing itself costs time. Nothing is counted while ``paused``. ``adopt`` also
+    traces functions that already run.
     """
 
     def __init__(self, is_users: Callable[[str], bool]) -> None:
@@ -39,7 +43,7 @@ class LineTimer:
         self._adopted.clear()
 
     def adopt(self, frame: FrameType | None) -> None:
-        """Hear the user's own functions on the stack of ``frame`` from here on."""
+        """Trace the user's functions on the stack of ``frame`` from now on."""
         while frame is not None:
             if self.is_users(frame.f_code.co_filename):
                 self._adopted.append(frame)
@@ -49,7 +53,7 @@ class LineTimer:
 
     @property
     def line(self) -> tuple[CodeType, int] | None:
-        """The line of the user's that is being done."""
+        """Return the user's line that is running."""
         return self._open[-1] if self._open else None
 
     @property

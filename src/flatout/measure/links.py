@@ -1,14 +1,15 @@
-"""How long collectives take, by latency and bandwidth of the links below them. Pure; standard library only.
+"""Cost of collectives from the latency and bandwidth of links. Pure; standard library only.
 
-The sums are those of NCCL's own choice of an algorithm (src/graph/tuning.cc) and of the Hockney model: a hop costs its latency, a byte the inverse of the
-bandwidth. With n devices in m nodes of k each, and S bytes:
+The formulas are those of NCCL's choice of an algorithm (src/graph/tuning.cc) and of the Hockney model: a hop
+costs its latency, a byte the inverse of the bandwidth. With n devices in m nodes of k each, and S bytes:
 
-    ring          2 (n - 1) hops, 2 (n - 1) / n S bytes over the narrowest place: the link of a device, or all cards of a node together
-    tree          2 (k - 1 + log2 m) hops, 2 S bytes at 0.9 of the bandwidth; only where there are several nodes
-    hierarchical  reduce-scatter in the node, all-reduce of each k-th of S between the nodes, all-gather in the node
+    ring          2 (n - 1) hops, 2 (n - 1) / n S bytes over the narrowest place: the link of a device, or all
+                  cards of a node together
+    tree          2 (k - 1 + log2 m) hops, 2 S bytes at 0.9 of the bandwidth; only with several nodes
+    hierarchical  reduce-scatter in the node, all-reduce of each k-th of S between nodes, all-gather in a node
     reduce-scatter, all-gather: half a ring
 
-Whatever the algorithm, a device sends 2 (n - 1) / n S bytes of an all-reduce, and half of it of the others.
+With any algorithm, a device sends 2 (n - 1) / n S bytes for an all-reduce, and half of that for the others.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ OF_A_TREE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, c
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one collective. ``latency_ms`` is the part that no bandwidth shortens; ``link`` is the one whose bandwidth the rest waits for.
+    """Cost of one collective.
 
-    ``busy_ms`` is what computing loses by it, at most ``ms``.
+    ``latency_ms`` is the part that bandwidth does not affect. ``link`` is the link with the limiting
+    bandwidth. ``busy_ms`` is the computation lost to it, at most ``ms``.
     """
 
     ms: float = 0.0
@@ -51,14 +53,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """``inside`` joins the ``node`` devices of a node, ``between`` the nodes. Without ``inside`` each device is a node of its own."""
+    """``inside`` connects the ``node`` devices of a node, ``between`` the nodes.
+
+    Without ``inside`` each device is a node.
+    """
 
     between: Link
     inside: Link | None = None
     node: int = 1
 
     def shape(self, devices: int) -> tuple[int, int]:
-        """Devices a node, and nodes."""
+        """Return devices per node, and nodes."""
         if self.between.inside:  # one machine, however many devices
             return devices, 1
         per_node = min(self.node if self.inside is not None else 1, devices)
@@ -66,24 +71,27 @@ class Fabric:
 
     @property
     def near(self) -> Link:
-        """The link inside a node."""
+        """Return the link inside a node."""
         return self.between if self.inside is None else self.inside
 
     def out_bytes_per_s(self, per_node: int) -> float:
-        """What all cards of a node carry together."""
+        """Return the bandwidth of all cards of a node together."""
         return self.between.bandwidth_bytes_per_s * (self.between.cards or per_node)
 
     def in_node(self) -> Fabric:
-        """As if there were nothing outside the node."""
+        """Return the fabric restricted to one node."""
         return Fabric(replace(self.near, inside=True))
 
     def across(self, per_node: int) -> Fabric:
-        """Between devices of the same place in each node, while those of the other places do the same."""
+        """Return the fabric between devices at the same position of each node.
+
+        All other positions communicate at the same time.
+        """
         return Fabric(replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0))
 
 
 def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
-    """The quickest of ring, tree and hierarchical, as NCCL chooses."""
+    """Return the cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
     if devices < 2:
         return Cost()
     per_node, nodes = fabric.shape(devices)
@@ -96,17 +104,20 @@ def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
 
 
 def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
-    """``size_bytes`` is the whole, of which each device keeps its part."""
+    """Return the cost of a reduce-scatter.
+
+    ``size_bytes`` is the whole tensor, of which each device keeps its part.
+    """
     return _ring(fabric, devices, size_bytes, rounds=1, how="reduce-scatter")
 
 
 def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
-    """``size_bytes`` is the whole, as each device has it afterwards."""
+    """Return the cost of an all-gather. ``size_bytes`` is the whole tensor."""
     return _ring(fabric, devices, size_bytes, rounds=1, how="all-gather")
 
 
 def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
-    """An all-reduce in three steps. Every node has as many devices."""
+    """Return the cost of an all-reduce in three steps. All nodes have the same number of devices."""
     per_node, nodes = fabric.shape(devices)
     first = reduce_scatter(fabric.in_node(), per_node, size_bytes)
     middle = _ring(fabric.across(per_node), nodes, size_bytes / per_node, rounds=2, how="ring")
@@ -115,7 +126,7 @@ def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
 
 
 def _narrowest(fabric: Fabric, devices: int) -> tuple[float, Link]:
-    """Bytes per second of a ring through all devices, and the link that sets them."""
+    """Return the bandwidth in bytes per second of a ring through all devices, and its limiting link."""
     per_node, nodes = fabric.shape(devices)
     if nodes == 1:
         return fabric.near.bandwidth_bytes_per_s, fabric.near
@@ -146,7 +157,7 @@ def _tree(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
 
 
 def _cost(fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link) -> Cost:
-    # A byte keeps its device busy for as long as the nearest link needs for it, however slow the way is that follows.
+    # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
     near = fabric.between if fabric.shape(devices)[0] == 1 else fabric.near
     busy_ms = near.contention * min(bytes_ms, 1e3 * wire_bytes / near.bandwidth_bytes_per_s)
     return Cost(latency_ms + bytes_ms, latency_ms, wire_bytes, how, link.name, busy_ms)

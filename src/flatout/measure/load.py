@@ -1,4 +1,4 @@
-"""What a measurement shares the machine with: cores that others keep busy, and memory that is left."""
+"""Load of the machine: cores that other processes use, and free memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 from flatout.measure.clock import cpu_seconds as process_time
 from flatout.measure.clock import sleep
 
-SPARE = 0.9  # of the free memory may be used; the rest is for what grows
-CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, beside what torch has reserved
+SPARE = 0.9  # usable share of the free memory; the rest is a reserve for growth
+CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, in addition to what torch has reserved
 
 
 def busy_cores(watch_s: float = 0.5) -> float | None:
-    """How many cores other programs keep busy just now, seen over ``watch_s`` seconds; None where the kernel does not tell.
+    """Return how many cores are busy, sampled over ``watch_s`` seconds.
 
-    Time taken by other guests of the same host counts as busy: this machine did not have it. Source: proc_stat(5).
+    Time taken by other guests of the host counts as busy, because this machine did not have it. The result is
+    None if the kernel does not report it. Source: proc_stat(5).
     """
     try:
         before = _busy_ticks()
@@ -29,18 +30,19 @@ def busy_cores(watch_s: float = 0.5) -> float | None:
 
 @dataclass(frozen=True)
 class Busy:
-    """``cores`` that are busy just now, and the programs that use most of them: ``python (pid 123)``."""
+    """``cores`` that are busy, and the programs that use most of them: ``python (pid 123)``."""
 
     cores: float
     names: tuple[str, ...] = ()
 
 
 def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
-    """Who keeps the machine busy, seen over ``watch_s`` seconds; None where the kernel does not tell. This process does not count.
+    """Return the programs that load the machine, sampled over ``watch_s`` seconds.
 
-    Time taken by other guests of the same host has no name here, and counts.
+    The result is None if the kernel does not report it. This process does not count. Time taken by other
+    guests of the host counts, without a name.
     """
-    import psutil  # here: a program that is measured needs none
+    import psutil  # imported here, because a measured program does not need it
 
     try:
         before, used = _busy_ticks(), _cpu_seconds(psutil)
@@ -56,7 +58,7 @@ def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
 
 
 def _cpu_seconds(psutil: Any) -> dict[int, tuple[str, float]]:
-    """Name and processor seconds of each process but this one."""
+    """Return name and CPU seconds of each process except this one."""
     found = {}
     for process in psutil.process_iter(["name", "cpu_times"]):
         times = process.info["cpu_times"]
@@ -71,7 +73,7 @@ def _busy_ticks() -> int:
 
 
 def peak_bytes(torch: Any, device: Any) -> int:
-    """The most that this process has held: on ``device`` where that is a CUDA device, else in memory."""
+    """Return the peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -80,9 +82,9 @@ def peak_bytes(torch: Any, device: Any) -> int:
 
 
 def copies_that_fit(torch: Any, device: Any, processes: int = 1) -> int:
-    """How many programs like this one fit at once, this one among them: into the memory of ``device``, and into the machine's.
+    """Return how many programs like this one fit at once, including this one: into ``device`` and into RAM.
 
-    ``processes`` are the like of this process that one program consists of (the ranks of this machine).
+    ``processes`` is the number of processes like this one that a program has (the ranks of this machine).
     """
     copies = 1 + int(SPARE * available_bytes() // (max(1, resident_bytes()) * processes))
     if device.type == "cuda":
@@ -92,11 +94,14 @@ def copies_that_fit(torch: Any, device: Any, processes: int = 1) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping. Source: proc_meminfo(5); a cgroup's limit where that is narrower."""
+    """Return the memory available without swapping.
+
+    Source: proc_meminfo(5), or a cgroup's limit if that is lower.
+    """
     try:
         kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return 2**62  # nobody knows; as before, the machine must bear it
+        return 2**62  # unknown: assume no limit
     available = kib * 1024
     try:
         group = Path("/sys/fs/cgroup")
@@ -107,7 +112,7 @@ def available_bytes() -> int:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Memory of a process that is in RAM; 1 where nobody tells. Source: proc_pid_statm(5)."""
+    """Return the memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -115,7 +120,7 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Memory of a process that it shares with nobody; None where nobody tells. Source: proc_pid_smaps_rollup(5)."""
+    """Return the private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))

@@ -1,7 +1,10 @@
-"""Reading a learning-rate range test (Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3).
+"""Analyse a learning-rate range test.
 
-The learning rate grows by a constant factor from step to step. Losses of single batches are noise, so they are smoothed by an exponential mean
-(corrected for its start), and slopes are taken over log(learning rate) by a straight line through SPAN neighbours.
+Source: Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3.
+
+The learning rate grows by a constant factor per step. Losses of single batches are noisy, so they are
+smoothed by an exponential mean (corrected for its start). Slopes over log(learning rate) come from a line
+through SPAN adjacent points.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from collections.abc import Sequence
 
 from flatout.plan.lr_range import LrPoint
 
-SMOOTHING = 0.9  # of the last mean that is kept at each step
-SPAN = 11  # points of a slope
-GONE = 1.5  # times the first losses: it does not come back from there
-LEAST_FALL = 0.02  # of the loss; less is not told from noise
+SMOOTHING = 0.9  # weight of the previous mean at each step
+SPAN = 11  # points for a slope
+GONE = 1.5  # the loss diverges at this multiple of the first losses
+LEAST_FALL = 0.02  # a smaller relative fall of the loss counts as noise
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """None from the first loss that is not finite on."""
+    """Return the smoothed losses. They are None from the first loss that is not finite."""
     mean, weight, found = 0.0, 0.0, list[float | None]()
     for loss in losses:
         if loss is None or not math.isfinite(loss):
@@ -30,7 +33,10 @@ def smoothed(losses: Sequence[float | None]) -> list[float | None]:
 
 
 def read(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float | None]:
-    """Learning rates: where the smoothed loss falls fastest, where it is lowest, where it has left for good. None where there is no such place."""
+    """Return the learning rates at which the smoothed loss falls fastest, is lowest, and diverges.
+
+    None if there is no such rate.
+    """
     usable = [(point.lr, point.smooth) for point in points if point.smooth is not None and point.lr > 0]
     if len(usable) < SPAN:
         return None, None, points[len(usable)].lr if len(usable) < len(points) else None
@@ -47,7 +53,7 @@ def read(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float |
 
 
 def _slope(usable: Sequence[tuple[float, float]], at: int) -> float:
-    """Of the loss over log(lr), least squares through the neighbours."""
+    """Return the slope of the loss over log(lr), by least squares through the adjacent points."""
     low = max(0, min(at - SPAN // 2, len(usable) - SPAN))
     near = [(math.log(lr), smooth) for lr, smooth in usable[low:low + SPAN]]
     x, y = sum(a for a, _ in near) / len(near), sum(b for _, b in near) / len(near)
@@ -56,11 +62,14 @@ def _slope(usable: Sequence[tuple[float, float]], at: int) -> float:
 
 
 def suggest(steepest: float | None, lowest: float | None, diverged: float | None) -> tuple[float | None, str]:
-    """A learning rate to begin with, and why. The lowest loss stands at the edge of what is stable, so a third of it is the most that is suggested."""
+    """Return an initial learning rate, and the reason.
+
+    The lowest loss is at the edge of stability, so at most a third of that rate is suggested.
+    """
     if steepest is None or lowest is None:
-        return None, ("the loss does not fall anywhere in this range: widen it (--low, --high), or the program does not learn from these steps"
-                      if diverged is None else "the loss does not fall before it diverges: begin at a smaller learning rate (--low)")
+        return None, ("the loss does not fall anywhere in this range: widen it (--low, --high), unless the program does not learn from these steps"
+                      if diverged is None else "the loss does not fall before it diverges: start at a smaller learning rate (--low)")
     edge = lowest / 3
     if steepest <= edge:
-        return steepest, f"there the loss falls fastest; it is lowest at {lowest:.2g}" + (f" and leaves for good at {diverged:.2g}" if diverged else "")
-    return edge, f"a third of {lowest:.2g}, where the loss is lowest; it falls fastest at {steepest:.2g}, too near to that edge"
+        return steepest, f"there the loss falls fastest; it is lowest at {lowest:.2g}" + (f" and diverges at {diverged:.2g}" if diverged else "")
+    return edge, f"a third of {lowest:.2g}, where the loss is lowest; it falls fastest at {steepest:.2g}, too close to that edge"

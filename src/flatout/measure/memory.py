@@ -1,5 +1,7 @@
-"""What fills the memory over one step: the allocations that a profiler recorded, beside what is known of parameters, gradients, optimizer
-state, inputs and saved activations. What is neither is ``other``: temporary values, and what the program holds.
+"""Memory by kind over one step, from the allocations that a profiler recorded.
+
+The kinds are parameters, gradients, optimizer state, inputs and saved activations. Everything else is
+``other``: temporary values, and tensors held by the program.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ POINTS_KEPT = 160
 
 @dataclass
 class Moment:
-    """What was known at ``ns`` of the recording's clock, in bytes by kind."""
+    """Known bytes by kind at ``ns`` of the recording's clock."""
 
     ns: int
     kinds: dict[str, int]
@@ -24,7 +26,10 @@ class Moment:
 
 
 def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, int]]:
-    """(ns, bytes) of each allocation, and with a minus of each block that was given back, in order of time: on the device of this number, or on the host."""
+    """Return (ns, bytes) of each allocation in order of time. Freed blocks have negative sizes.
+
+    ``device`` is the number of a device, or None for the host.
+    """
     found = []
     for event in events:
         if event.name() == "[memory]" and (None if str(event.device_type()).endswith(".CPU") else event.device_index()) == device:
@@ -33,7 +38,10 @@ def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, in
 
 
 def reserved_for_graphs(torch: Any, device: Any) -> int:
-    """Bytes that pools of CUDA graphs hold on ``device`` beside what the allocator counts as handed out: recorded passes compute in them."""
+    """Return the bytes in pools of CUDA graphs on ``device`` that the allocator does not count as allocated.
+
+    Recorded passes compute in these pools.
+    """
     found = 0
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0):
@@ -42,7 +50,7 @@ def reserved_for_graphs(torch: Any, device: Any) -> int:
 
 
 def running_totals(changes: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
-    """(ns, bytes in use) after each change, ``before`` being in use at the start."""
+    """Return (ns, bytes in use) after each change. ``before`` bytes are in use at the start."""
     total, found = before, []
     for ns, change in changes:
         total += change
@@ -51,13 +59,16 @@ def running_totals(changes: Sequence[tuple[int, int]], before: int) -> list[tupl
 
 
 def at(totals: Sequence[tuple[int, int]], ns: int, before: int) -> int:
-    """Bytes in use at a moment."""
+    """Return the bytes in use at a moment."""
     index = bisect_right(totals, ns, key=lambda pair: pair[0])
     return totals[index - 1][1] if index else before
 
 
 def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Sequence[Moment], start_ns: int, end_ns: int) -> MemorySeen:
-    """The step between ``start_ns`` and ``end_ns``: its peak, what filled it, and a timeline of at most ``POINTS_KEPT`` points."""
+    """Return the memory of the step between ``start_ns`` and ``end_ns``.
+
+    The result has the peak, its composition, and a timeline of at most ``POINTS_KEPT`` points.
+    """
     inside = [(ns, total) for ns, total in totals if start_ns <= ns <= end_ns] or [(start_ns, at(totals, start_ns, before))]
     peak_ns, peak = max(inside, key=lambda pair: pair[1])
     known = [moment for moment in moments if moment.ns <= end_ns] or [Moment(start_ns, {})]
@@ -75,7 +86,7 @@ def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Se
 
 
 def complete(kinds: Mapping[str, int], total: int) -> dict[str, int]:
-    """All kinds that were seen, and ``other`` for what is in use beside them."""
+    """Return all known kinds, with ``other`` for the rest of the memory in use."""
     known = {kind: int(kinds[kind]) for kind in MEMORY_KINDS if kinds.get(kind)}
     known["other"] = max(0, total - sum(value for kind, value in known.items() if kind != "fragmentation"))
     return known

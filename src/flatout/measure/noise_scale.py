@@ -1,15 +1,20 @@
-"""The gradient noise scale (McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An Empirical Model of Large-Batch Training", 2018, appendix A).
+"""Estimate the gradient noise scale.
 
-k gradients g_1 ... g_k, each of its own batch of b samples, all at the same weights. With G their expectation and Sigma the covariance of the gradient
-of one sample, E|g_i|^2 = |G|^2 + tr(Sigma) / b, and E(g_i . g_j) = |G|^2 for two different batches. So
+Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An Empirical Model of Large-Batch Training",
+2018, appendix A.
+
+Given k gradients g_1 ... g_k at the same weights, each of its own batch of b samples. Let G be their
+expectation and Sigma the covariance of the gradient of one sample. Then E|g_i|^2 = |G|^2 + tr(Sigma) / b, and
+E(g_i . g_j) = |G|^2 for two different batches. So
 
     |G|^2      = the mean of g_i . g_j over all pairs i != j
     tr(Sigma)  = b (the mean of |g_i|^2 - |G|^2)
 
-are unbiased; they are the paper's estimates from two batch sizes, b and k b. The noise scale is B = tr(Sigma) / |G|^2. It does not change when every
-gradient is multiplied by one number, so a loss that is a sum over its batch gives the same B as one that is a mean, as long as b stays.
+are unbiased. They are the paper's estimates from two batch sizes, b and k b. The noise scale is B = tr(Sigma)
+/ |G|^2. It does not change if all gradients are multiplied by one number. So a loss that sums over its batch
+gives the same B as a mean, as long as b is constant.
 
-Large models come as sums over groups of batches: only products between different groups are used then.
+Large models provide sums over groups of batches. Then only products between different groups are used.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ from flatout.measure.statistics import quantile
 from flatout.plan.records import CONFIDENCE
 
 DRAWS = 500
-FEWEST_GROUPS = 8  # fewer show neither the gradient nor their own spread
+FEWEST_GROUPS = 8  # fewer groups give neither the gradient nor its spread
 
 
 @dataclass(frozen=True)
 class Noise:
-    """``value``, ``low`` and ``high`` are in the unit of ``batch``. None is without bound: the gradient cannot be told from its noise."""
+    """``value``, ``low`` and ``high`` are in units of ``batch``.
+
+    None means unbounded: the gradient is not significant against its noise.
+    """
 
     value: float | None
     low: float
@@ -38,13 +46,15 @@ class Noise:
 
 
 def noise_scale(products: Sequence[Sequence[float]], squares: Sequence[float], batch: float, seed: int = 0, draws: int = DRAWS) -> Noise:
-    """``products[a][b]`` is the mean gradient of group a times that of group b, ``squares[a]`` the mean of |g|^2 over the batches of group a.
+    """Estimate the noise scale with its interval.
 
-    The interval is a bootstrap over groups; a group that is drawn twice is not paired with itself. Raises ValueError for fewer than FEWEST_GROUPS.
+    ``products[a][b]`` is the mean gradient of group a times that of group b. ``squares[a]`` is the mean of
+    |g|^2 over the batches of group a. The interval is a bootstrap over groups; a group drawn twice is not
+    paired with itself. Raises ValueError for fewer than FEWEST_GROUPS groups.
     """
     count = len(squares)
     if count < FEWEST_GROUPS:
-        raise ValueError(f"{count} groups of gradients; {FEWEST_GROUPS} are the fewest")
+        raise ValueError(f"{count} groups of gradients; at least {FEWEST_GROUPS} are required")
     gradient, square = _moments(products, squares, [1] * count)
     rng = random.Random(seed)
     drawn = []
@@ -62,7 +72,7 @@ def noise_scale(products: Sequence[Sequence[float]], squares: Sequence[float], b
 
 
 def _moments(products: Sequence[Sequence[float]], squares: Sequence[float], times: Sequence[int]) -> tuple[float, float]:
-    """|G|^2 and the mean of |g|^2, each group so many times."""
+    """Return |G|^2 and the mean of |g|^2, each group weighted by ``times``."""
     held = [(at, n) for at, n in enumerate(times) if n]
     above = below = 0.0
     for place, (a, n) in enumerate(held):
@@ -79,7 +89,7 @@ def _scale(gradient: float, square: float, batch: float) -> float:
 
 
 def _rank(ordered: Sequence[float], q: float) -> float:
-    """A quantile of values of which the last ones may be infinite."""
+    """Return a quantile of sorted values, the last of which may be infinite."""
     finite = [value for value in ordered if math.isfinite(value)]
     if len(finite) == len(ordered):
         return quantile(ordered, q)

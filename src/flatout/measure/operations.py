@@ -1,6 +1,7 @@
-"""What a torch profiler recorded, as Operations: self time, calls, FLOPs, bytes, the user's line; and what the device waited for.
+"""Convert a recording of the torch profiler to Operations and idle gaps.
 
-Works on the raw events of kineto, because building torch's own event objects takes longer than the steps that they tell of.
+Operations have self time, calls, FLOPs, bytes and the user's line. This module reads the raw events of
+kineto, because building torch's own event objects takes longer than the recorded steps.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int"
 NAMES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "long int": "int64", "long": "int64",
          "int": "int32", "short int": "int16", "signed char": "int8", "unsigned char": "uint8"}
 FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
-# They look at memory, or take it, and move none of it.
+# Operators that view or allocate memory, without moving data.
 VIEWS = frozenset("aten::" + name for name in (
     "view", "reshape", "_reshape_alias", "t", "transpose", "permute", "expand", "as_strided", "unsqueeze", "squeeze", "slice", "select", "detach", "detach_",
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "alias", "chunk", "split", "split_with_sizes", "unbind",
     "narrow", "_unsafe_view", "unfold", "view_as", "expand_as", "numpy_T", "movedim", "flatten", "unflatten", "result_type", "lift_fresh", "set_",
     "broadcast_to"))
-# Names of kernels that multiply on Tensor Cores, as cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton spell them.
+# Kernel names of cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton that run on Tensor Cores.
 TENSOR_CORES = re.compile(r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32", re.IGNORECASE)
 MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
-OF_A_LOADER = "enumerate(DataLoader)"  # how torch's loaders mark the taking of a batch
+OF_A_LOADER = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
 STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
 SHAPES_KEPT = 3
 GAPS_KEPT = 8
@@ -51,8 +52,8 @@ class _Event:
     thread: int
     raw: Any
     children_ns: int = 0
-    works: bool = True  # no other operator below it does its work
-    flops: float | None = None  # None as well where they are those of an operator below it
+    works: bool = True  # whether it does its work itself, without nested operators
+    flops: float | None = None  # also None if a nested operator accounts for them
     device_ns: int = 0
     core_ns: int = 0
     line: Line | None = None
@@ -72,8 +73,12 @@ class _Sum:
 
 @dataclass
 class Heard:
-    """``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` that of the device, and ``python_share``
-    the share of the time in which that thread was neither in an operator nor waiting for data."""
+    """Result of a recording.
+
+    ``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` the busy
+    time of the device. ``python_share`` is the share of time in which that thread was neither in an operator
+    nor waiting for data.
+    """
 
     operations: list[Operation]
     operators: int = 0
@@ -84,7 +89,11 @@ class Heard:
 
 
 class Recording:
-    """The events of some whole steps. ``lines`` are the user's lines of each kind of call (name and shapes), in the order of one step's calls."""
+    """The events of some whole steps.
+
+    ``lines`` are the user's lines of each kind of call (name and shapes), in the order of the calls of one
+    step.
+    """
 
     def __init__(self, events: Sequence[Any], steps: int, lines: Lines, place: Callable[[str, int, str], Place]) -> None:
         self.steps, self.lines, self.place = max(1, steps), lines, place
@@ -119,10 +128,13 @@ class Recording:
             found.gaps = self._gaps()
         return found
 
-    # -- which operator was called by which, and from where --------------------------------------------------------------
+    # -- nesting of operators, and their lines ---------------------------------------------------------------
 
     def _nest(self) -> list[_Event]:
-        """Time of children, and lines, from the nesting; answers the operators that no other operator called (a node of autograd is none)."""
+        """Derive child times and lines from the nesting.
+
+        Returns the operators that no other operator called. Autograd nodes do not count as operators.
+        """
         turns: Counter[Any] = Counter()
         open_: list[_Event] = []
         outermost = []
@@ -134,7 +146,7 @@ class Recording:
             if known:
                 event.line = known[turns[key] % len(known)]
                 turns[key] += 1
-                for each in reversed(open_):  # what is made of other operators has the line of the first
+                for each in reversed(open_):  # a composite operator has the line of its first part
                     each.line = each.line or event.line
             event.line = event.line or (open_[-1].line if open_ else None)
             event.flops = flops_of(event.name, [list(shape) for shape in event.raw.shapes()], list(event.raw.concrete_inputs()))
@@ -160,7 +172,7 @@ class Recording:
                 event.device_ns += ns
                 event.core_ns += ns if TENSOR_CORES.search(kernel.name()) else 0
 
-    # -- sums ---------------------------------------------------------------------------------------------------------
+    # -- sums ------------------------------------------------------------------------------------------------
 
     def _add(self, sums: dict[tuple[str, str], _Sum], event: _Event) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
@@ -197,7 +209,7 @@ class Recording:
             found.append(operation)
         return sorted(found, key=lambda o: -o.share)
 
-    # -- the device waits -----------------------------------------------------------------------------------------------
+    # -- idle gaps of the device -----------------------------------------------------------------------------
 
     def _gaps(self) -> list[IdleGap]:
         busy = _merged((k.start_ns(), k.end_ns()) for k in self.kernels)
@@ -224,7 +236,7 @@ class Recording:
 
 
 def _kind(event: Any) -> str:
-    """The activity, as kineto calls it; an older torch only tells it by other marks."""
+    """Return the activity under kineto's name. For an older torch it is derived from other properties."""
     on_device = not str(event.device_type()).endswith(".CPU")
     ask = getattr(event, "activity_type", None)
     if ask is not None:
@@ -239,12 +251,15 @@ def _kind(event: Any) -> str:
 
 
 def _is_node(event: _Event) -> bool:
-    """A node of autograd's backward pass, which is no operator itself."""
+    """Return whether the event is a node of autograd's backward pass, which is no operator itself."""
     return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
 
 
 def _moved_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
-    """What is read, and a result as large as the largest of it: an estimate, exact for elementwise operators."""
+    """Return the bytes of all inputs, plus a result as large as the largest input.
+
+    This is an estimate, exact for elementwise operators.
+    """
     read = [prod(shape) * SIZES[dtype] for dtype, shape in zip(dtypes, shapes, strict=False) if dtype in SIZES and shape]
     return float(sum(read) + max(read, default=0))
 

@@ -1,7 +1,8 @@
-"""Two queues that wait for each other: what a device computes, and what its links carry. Pure; standard library only.
+"""Two queues that wait for each other: the computation of a device, and the communication of its links.
 
-Each queue does its tasks one after another. A task begins when so many tasks of the other queue have ended as it says. While the links carry something,
-computing goes on at ``1 - contention`` of its speed: a contention of 1 where the device itself is busy with the bytes, 0 where other hardware is.
+Pure; standard library only. Each queue runs its tasks one after another. A task starts once the given number
+of tasks of the other queue have ended. While the links communicate, computation runs at ``1 - contention`` of
+its speed. A contention of 1 means that the device itself moves the bytes, 0 that other hardware does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Task:
     ms: float
-    after: int = 0  # tasks of the other queue that must have ended
-    contention: float = 0.0  # of a task of the links
+    after: int = 0  # number of tasks of the other queue that must have ended
+    contention: float = 0.0  # only for tasks of the links
 
 
 class Queue:
@@ -31,7 +32,7 @@ class Queue:
         return not self.done and other.ended >= self.tasks[self.ended].after
 
     def spend(self, ms: float) -> None:
-        """``ms`` may be all that is left, and then the next task comes."""
+        """Advance the current task by ``ms``, at most what is left of it. Then the next task starts."""
         self.left_ms -= ms
         if self.left_ms <= 0:
             self.ended += 1
@@ -39,7 +40,7 @@ class Queue:
 
 
 def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
-    """When both queues have ended. Raises ValueError where each waits for the other."""
+    """Return the time at which both queues have ended. Raises ValueError if they deadlock."""
     device, link = Queue(compute), Queue(wire)
     now_ms = 0.0
     while not (device.done and link.done):

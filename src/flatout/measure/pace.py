@@ -1,7 +1,8 @@
-"""How evenly the ranks of a program go: who is waited for, how often, and whether its data is to blame.
+"""Balance of the ranks of a program: which rank is slow, how often, and whether its data is the cause.
 
-All ranks end a step together, for they wait for each other in the exchange of gradients. What a rank takes itself, waiting for its data and computing, is
-what is left of a step without that exchange; the shortest exchange of a step is the exchange itself, what is more is waiting for a slower rank.
+All ranks end a step together, because they wait for each other in the exchange of gradients. A rank's own
+time is the step without the exchange: waiting for data, and computation. The shortest exchange of a step is
+the exchange itself; more is waiting for a slower rank.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 from flatout.measure.statistics import mean, median
 from flatout.plan.records import RankPace
 
-STRAGGLES = 0.7  # of the steps it is the slowest of all
-WORTH_SAYING = 0.05  # of a step is lost to it
-LARGER = 1.1  # times as many elements as the mean
+STRAGGLES = 0.7  # a rank straggles if it is the slowest in this share of the steps
+WORTH_SAYING = 0.05  # a smaller loss per step is not reported
+LARGER = 1.1  # a rank with this multiple of the mean elements has more data
 
 
 def paces(heard: Sequence[dict[str, Any]]) -> list[RankPace]:
-    """One for each rank, in their order. ``heard`` is what each rank's ear (`flatout.trial.pace`) has told, step by step."""
+    """Return the pace of each rank, in rank order.
+
+    ``heard`` is what the probe of each rank (`flatout.trial.pace`) recorded, step by step.
+    """
     found = []
     for each in sorted(heard, key=lambda each: int(each["rank"])):
         own = [step - exchange for step, exchange in zip(each["step_ms"], each["exchange_ms"], strict=True)]
@@ -28,12 +32,12 @@ def paces(heard: Sequence[dict[str, Any]]) -> list[RankPace]:
 
 
 def lost_ms(heard: Sequence[dict[str, Any]]) -> float:
-    """Of a mean step: how much longer the slowest rank took than all of them in the mean."""
+    """Return how much longer the slowest rank took than the mean of all ranks, averaged over steps."""
     return mean([max(owns) - mean(owns) for owns in _own_by_step(heard)])
 
 
 def imbalance(heard: Sequence[dict[str, Any]]) -> str:
-    """Who is waited for and why, in a sentence; nothing where they go evenly."""
+    """Return a sentence on the slowest rank and the cause, or "" if the ranks are balanced."""
     owns = _own_by_step(heard)
     lost, step = lost_ms(heard), mean([ms for each in heard for ms in each["step_ms"]])
     if len(heard) < 2 or lost < WORTH_SAYING * step:
@@ -43,10 +47,10 @@ def imbalance(heard: Sequence[dict[str, Any]]) -> str:
     share = slowest.count(often) / len(slowest)
     larger = mean([each["elements"][at] * len(heard) / max(1.0, sum(other["elements"][at] for other in heard))
                    for at, number in enumerate(slowest) for each in (heard[number],)])
-    costs = f"{lost:.1f} ms of a step of {step:.1f} ms go into waiting for the slowest rank"
-    data = f"it has {larger:.2f} times as much data as the mean in those steps, so samples differ in size: batches of like lengths would even this out"
+    costs = f"{lost:.1f} ms of a step of {step:.1f} ms are spent waiting for the slowest rank"
+    data = f"it has {larger:.2f} times as much data as the mean in those steps, so samples differ in size: batches of similar lengths would balance this"
     if share < STRAGGLES:
-        return f"{costs}; the ranks take turns in being that. " + (data[0].upper() + data[1:] if larger >= LARGER else "Their shares of the data are alike")
+        return f"{costs}, which is not always the same. " + (data[0].upper() + data[1:] if larger >= LARGER else "Their shares of the data are equal")
     rank = heard[often]
     waits, others = median(rank["data_ms"]), median([ms for each in heard if each is not rank for ms in each["data_ms"]])
     if larger >= LARGER:
@@ -54,7 +58,7 @@ def imbalance(heard: Sequence[dict[str, Any]]) -> str:
     elif waits - others > lost / 2:
         why = f"it waits {waits:.1f} ms for its data, the others {others:.1f} ms"
     else:
-        why = "its data is like that of the others, so its device or its cores are slower, or shared with somebody"
+        why = "its data is like that of the others, so its device or its cores are slower, or shared with other programs"
     return f"{costs}: in {share:.0%} of the steps rank {rank['rank']} on {rank['host']}; {why}"
 
 

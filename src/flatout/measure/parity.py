@@ -1,4 +1,4 @@
-"""What makes two runs the same: digests of batches and weights, and the distance between gradients."""
+"""Compare two runs: digests of batches and weights, and the distance between gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-STATISTICS_SAMPLES = 64  # samples of one batch that are described
+STATISTICS_SAMPLES = 64  # maximum number of samples per batch
 
 
 def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
-    """Every tensor in a batch: nested lists, tuples and dictionaries, in order."""
+    """Yield every tensor of a batch: nested lists, tuples and dictionaries, in order."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif depth < 6:
@@ -21,7 +21,10 @@ def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def digest(tensors: Any, torch: Any) -> str:
-    """Sixteen hex digits over dtype, shape and bytes; the memory layout does not count. Of a tensor that is divided over ranks this rank's part counts."""
+    """Return sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
+
+    Of a tensor that is sharded over ranks, only this rank's part counts.
+    """
     sum_ = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor
@@ -35,8 +38,10 @@ def digest(tensors: Any, torch: Any) -> str:
 
 
 def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
-    """Four numbers a sample of the batch's first image-like or vector tensor: mean, deviation, and how much heavier
-    its left is than its right and its top than its bottom. They see a wrong constant, a missing flip, a missing crop.
+    """Return four numbers per sample, of the batch's first image-like or vector tensor.
+
+    They are the mean, the deviation, and the differences of means between left and right half and between top
+    and bottom half. They detect a wrong constant, a missing flip, a missing crop.
     """
     for tensor in tensors_in(thing, torch):
         if tensor.is_nested or tensor.is_meta or tensor.dim() < 2 or not tensor.numel() or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
@@ -56,7 +61,10 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
 
 
 def relative_distance(a: list[Any], b: list[Any], torch: Any) -> float:
-    """||a - b|| / ||b|| over all tensors together, in float64; infinite where a value is not finite. ``b`` is the reference."""
+    """Return ||a - b|| / ||b|| over all tensors together, in float64. ``b`` is the reference.
+
+    The result is infinite if a value is not finite.
+    """
     above = below = 0.0
     for x, y in zip(a, b, strict=True):
         if x is None and y is None:

@@ -1,7 +1,8 @@
-"""Where the time of a step goes: data wait, host-to-device copy, forward, backward, exchange between ranks, optimizer, everything else.
+"""Phases of a step: data wait, copy to the device, forward, backward, exchange between ranks, optimizer,
+other.
 
-Phases are marked as they begin and end, and turned into milliseconds later: on CUDA a mark is an event, and reading
-it at once would stop the device.
+Phases are marked as they begin and end, and converted to milliseconds later. On CUDA a mark is an event, and
+reading it at once would stop the device.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from flatout.measure.clock import Clock, HostClock
 from flatout.measure.statistics import quantile
 from flatout.plan.records import PHASES, PhaseTime
 
-KEPT_STEPS = 512  # a trial of a million steps keeps the phases of its last ones
+KEPT_STEPS = 512  # only the last steps are kept
 
 
 class PhaseRecorder:
-    """Collects the spans of each step. ``data`` is host time, since the host waits for the loader; what the device has worked meanwhile is no part of it."""
+    """Collects the spans of each step.
+
+    ``data`` is host time, because the host waits for the loader. Work of the device in the meantime is not
+    part of it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -41,21 +46,21 @@ class PhaseRecorder:
             del self._steps[0]
 
     def leave_out(self) -> None:
-        """Drop the spans of the step that ends here: it was no quiet one."""
+        """Drop the spans of the step that ends here, because the step was disturbed."""
         self._spans = []
 
     def waited_ms(self) -> float:
-        """Of the step that is open: how long the program has waited for data."""
+        """Return how long the program has waited for data in the current step."""
         return float(sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data"))
 
     def forget(self) -> None:
-        """Drop what was collected so far (the warm-up, or the time in which another process had the baton)."""
+        """Drop everything collected so far (the warm-up, or the turn of another process)."""
         self._steps.clear()
         self._spans = []
         self._open.clear()
 
     def summary(self) -> dict[str, PhaseTime]:
-        """Median, quartiles and share of each phase over the kept steps; waits for the device."""
+        """Return median, quartiles and share of each phase over the kept steps. Waits for the device."""
         self.clock.settle()
         rows: list[dict[str, float]] = []
         total = 0.0
@@ -64,9 +69,9 @@ class PhaseRecorder:
             row = dict.fromkeys(PHASES, 0.0)
             for phase, a, b in spans:
                 row[phase] += self._host.elapsed_ms(a, b) if phase == "data" else self.clock.elapsed_ms(a, b)
-            row["backward"] -= row["exchange"]  # it lies within
+            row["backward"] -= row["exchange"]  # the exchange is part of backward
             within = row["forward"] + row["backward"] + row["exchange"]
-            # A closure runs forward and backward inside the optimizer's step: they are not the optimizer's time.
+            # A closure runs forward and backward inside the optimizer's step; subtract their time.
             if row["optimizer"] >= within > 0 and sum(row.values()) > 1.02 * length:
                 row["optimizer"] -= within
             row["data"] = min(row["data"], max(0.0, length - (sum(row.values()) - row["data"])))

@@ -1,6 +1,6 @@
-"""One of two processes that sum a tensor between them: ``python -P -m flatout.measure.reducing RANK MEETING OUT``.
+"""Measure an all-reduce between two processes: ``python -P -m flatout.measure.reducing RANK MEETING OUT``.
 
-MEETING is a file that does not exist yet; there the two find each other. The first writes the figure to OUT as JSON.
+MEETING is a file that does not exist yet, used for the rendezvous. Rank 0 writes the figure to OUT as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How near an operator comes to what the machine can do, and which roof is above it.
+"""Place operators under the roofline: how close each comes to the machine's limits, and which limit applies.
 
-The roofline: no operator is faster than its FLOPs over the peak of its dtype, nor than its bytes over the memory's bandwidth (Williams,
-Waterman and Patterson, 2009). Both peaks are measured ones; without them nothing is said.
+The roofline: no operator is faster than its FLOPs over the peak of its dtype, or than its bytes over the
+memory bandwidth (Williams, Waterman and Patterson, 2009). Both peaks are measured. Without them there is no
+result.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Mapping, Sequence
 
 from flatout.plan.profile import Operation
 
-LAUNCH_US = 20.0  # a call shorter than this, far below both roofs, is its own overhead
+LAUNCH_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
 FAR_BELOW = 0.25
 
 
 def place_under_roof(operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False) -> None:
-    """Fill in ``roofline`` and ``limit`` of each operation. ``ceilings`` by name, empty where they were never measured."""
+    """Fill in ``roofline`` and ``limit`` of each operation.
+
+    ``ceilings`` are by name, and empty if never measured.
+    """
     for operation in operations:
         operation.roofline, operation.limit = _share(operation, ceilings, tf32)
 
@@ -40,13 +44,16 @@ def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> t
 
 
 def flops_a_step(operations: Sequence[Operation]) -> float | None:
-    """All that could be counted; None where nothing was."""
+    """Return the total of all counted FLOPs, or None if there are none."""
     known = [operation.flops for operation in operations if operation.flops]
     return sum(known) if known else None
 
 
 def utilisation(operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False) -> float | None:
-    """MFU: the time that the counted FLOPs would take at the measured peaks of their dtypes, over the step's time."""
+    """Return the MFU: the ideal time of the counted FLOPs over the step time.
+
+    The ideal time is at the measured peaks of the dtypes.
+    """
     ideal_ms = 0.0
     for operation in operations:
         if operation.flops:

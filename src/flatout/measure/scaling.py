@@ -1,11 +1,17 @@
-"""How long a step takes on many devices, from what one device needs for it: DDP, FSDP, hybrid, local SGD. Pure; standard library only.
+"""Predict the step time on many devices from the timing of one: DDP, FSDP, hybrid, local SGD.
 
-    ddp      gradients in buckets (the first of 1 MiB, then of 25), each summed over all devices as soon as backward has made it, beside the rest of backward
-    fsdp     parameters gathered block by block before forward and again before backward, one block ahead; gradients scattered as they come
+Pure; standard library only.
+
+    ddp      gradients in buckets (the first of 1 MiB, then of 25), each summed over all devices as soon as
+             backward has produced it, overlapped with the rest of backward
+    fsdp     parameters gathered block by block before forward and again before backward, one block ahead;
+             gradients scattered as they are produced
     hybrid   fsdp inside a node, and the shard's gradients summed across the nodes
-    local    every device trains alone, and the parameters are averaged every H steps, with nothing to hide behind. It changes what is learned
+    local    every device trains alone, and the parameters are averaged every H steps, without overlap. It
+             changes what is learned
 
-Backward is taken to make gradients at an even rate in bytes. Weak scaling: each device has the batch that was measured. Strong: all of them together have.
+Backward is assumed to produce gradients at a constant rate in bytes. With weak scaling each device has the
+measured batch. With strong scaling all devices share it.
 """
 
 from __future__ import annotations
@@ -20,16 +26,17 @@ from flatout.plan.scale import ScalePoint, Timing
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes
 BUCKET_BYTES = 25 * MIB  # bucket_cap_mb of DistributedDataParallel
-BLOCKS = 32  # that FSDP gathers one after another: as many as Llama 3 8B has; where gradients say less, as many as there are
-FIXED_SHARE = 0.1  # of a step's computing, where nobody has said or measured how it answers to a smaller batch
+BLOCKS = 32  # gathered by FSDP one after another: as many as in Llama 3 8B, or the number of gradients if lower
+FIXED_SHARE = 0.1  # default share of a step's computation that does not shrink with the batch
 WELL = 0.95
 
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do. ``tensors`` are the bytes of the gradients in the order in which they become ready.
+    """The workload. ``tensors`` are the bytes of the gradients in the order in which they become ready.
 
-    ``overhead`` is the share that computing takes longer for as soon as there are neighbours. ``overlap`` is whether buckets leave before backward has ended.
+    ``overhead`` is the relative slowdown of computation on more than one device. ``overlap`` is whether
+    buckets are sent before backward has ended.
     """
 
     timing: Timing
@@ -43,13 +50,16 @@ class Work:
 
 
 def evenly(total_bytes: float) -> tuple[float, ...]:
-    """Gradients of which only the sum is known: in small pieces."""
+    """Return gradients in small equal pieces, if only their sum is known."""
     pieces = max(1, round(4 * total_bytes / BUCKET_BYTES), min(100, int(total_bytes)))
     return (total_bytes / pieces,) * pieces if total_bytes > 0 else ()
 
 
 def buckets(tensors: Iterable[float]) -> list[float]:
-    """Tensors filled into buckets as DistributedDataParallel does once it has seen their order: a bucket is full when its limit is reached."""
+    """Fill tensors into buckets like DistributedDataParallel, once it knows their order.
+
+    A bucket is full at its limit.
+    """
     found, filling = list[float](), 0.0
     for size in tensors:
         filling += size
@@ -59,7 +69,10 @@ def buckets(tensors: Iterable[float]) -> list[float]:
 
 
 def at_batch(work: Work, samples_share: float) -> Timing:
-    """The times of a device that has this share of the measured batch. The optimizer's does not depend on it."""
+    """Return the timing at this share of the measured batch.
+
+    The time of the optimizer does not depend on it.
+    """
     first = work.timing
     if samples_share == 1.0:
         return first
@@ -69,7 +82,8 @@ def at_batch(work: Work, samples_share: float) -> Timing:
         fixed = work.fixed_share * whole
         if work.second is not None and first.samples and work.second.samples not in (None, first.samples):
             other, ratio = getattr(work.second, name), (work.second.samples or 0.0) / first.samples
-            # The line through both points, and never one on which a batch of nothing takes less than nothing, or more than what was measured.
+            # The line through both points, clamped so that an empty batch takes neither negative time nor
+            # more than what was measured.
             fixed = min(max((other - ratio * whole) / (1 - ratio), 0.0), min(whole, other))
         times[name] = fixed + (whole - fixed) * samples_share
     samples = first.samples * samples_share if first.samples else None
@@ -77,13 +91,13 @@ def at_batch(work: Work, samples_share: float) -> Timing:
 
 
 def scaled(timing: Timing, factor: float) -> Timing:
-    """On a device that is ``factor`` times faster. The host's part stays: another device makes no other host."""
+    """Return the timing on a device that is ``factor`` times as fast. The host time does not change."""
     return replace(timing, forward_ms=timing.forward_ms / factor, backward_ms=timing.backward_ms / factor, optimizer_ms=timing.optimizer_ms / factor)
 
 
 @dataclass(frozen=True)
 class Step:
-    """``total_ms`` is the step without what neighbours cost."""
+    """Cost of a step. ``total_ms`` excludes the overhead of several devices."""
 
     compute_ms: float
     total_ms: float
@@ -91,7 +105,10 @@ class Step:
 
 
 def ddp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
-    """Of several backward passes a step the last one alone sends, as under ``no_sync``."""
+    """Predict a DDP step.
+
+    With several backward passes per step only the last one communicates, as under ``no_sync``.
+    """
     parts = buckets(work.tensors)
     last_ms = timing.backward_ms / timing.passes
     before = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
@@ -108,7 +125,11 @@ def fsdp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
 
 
 def hybrid(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
-    """Where all devices are in one node, this is fsdp; where each is a node of its own, the gathering is nothing, and gradients leave block by block."""
+    """Predict a hybrid step.
+
+    If all devices are in one node, this is fsdp. If each device is a node, there is no gathering, and
+    gradients are sent block by block.
+    """
     per_node, nodes = fabric.shape(devices)
     near, far = fabric.in_node(), fabric.across(per_node)
 
@@ -119,20 +140,24 @@ def hybrid(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
 
 
 def local(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
-    """The mean over H steps: parameters are summed once, after the optimizer."""
+    """Predict the mean step over H steps: parameters are summed once, after the optimizer."""
     cost = all_reduce(fabric, devices, work.parameter_bytes).times(1 / work.local_steps)
     return Step(timing.step_ms, timing.step_ms + cost.ms, cost)
 
 
 def _sharded(work: Work, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], Cost]) -> Step:
-    """One pass of a sharded step, as often as it has passes; each pass gathers and scatters anew, and the optimizer has a part of the parameters."""
+    """Predict a sharded step.
+
+    Every pass gathers and scatters again, and each optimizer has a part of the parameters.
+    """
     count = max(1, min(BLOCKS, len(work.tensors)))
     gathered = all_gather(gather, members, work.parameter_bytes / count)
     left = leave(sum(work.tensors) / count)
     forward, backward = timing.forward_ms / timing.passes / count, timing.backward_ms / timing.passes / count
     host = timing.host_ms / timing.passes
-    # Compute: the host, forward blocks, backward blocks. Wire: a gathering for each forward block; then those for backward, each but the first followed by
-    # the scattering of the block before. A block is gathered while the one before it computes, not earlier: two of them are in memory at once.
+    # Compute: the host, forward blocks, backward blocks. Wire: a gather per forward block; then a gather per
+    # backward block, each except the first followed by the scatter of the previous block. A block is gathered
+    # while the previous one computes, not earlier: two blocks are in memory at once.
     compute = [Task(host), *(Task(forward, after=at + 1) for at in range(count))]
     wire = [_carry(gathered, after=max(1, at)) for at in range(count)]
     for at in range(count):
@@ -152,7 +177,7 @@ def _carry(cost: Cost, after: int) -> Task:
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:
-    """Of which the longest one names the link."""
+    """Return the total cost, under the link of the longest one."""
     whole = Cost()
     for cost in costs:
         whole = whole.and_then(cost)
@@ -163,7 +188,7 @@ STEPS: dict[str, Callable[[Work, Timing, Fabric, int], Step]] = {"ddp": ddp, "fs
 
 
 def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
-    """One point. A single device makes the step that was measured, whatever the strategy."""
+    """Predict one point. For a single device it is the measured step, with any strategy."""
     alone_ms = work.timing.step_ms
     share = 1.0 / devices if scaling == "strong" else 1.0
     timing = at_batch(work, share)
@@ -173,7 +198,7 @@ def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: st
         return point
     per_node, nodes = fabric.shape(devices)
     if strategy == "hybrid" and per_node * nodes != devices:
-        point.why_not = f"{devices:,} devices do not fill nodes of {per_node}, so the shards of one have no counterpart in the others"
+        point.why_not = f"{devices:,} devices do not fill nodes of {per_node}, so the shards of one node have no counterpart in the others"
         return point
     step = STEPS[strategy](work, timing, fabric, devices) if devices > 1 else Step(alone_ms, alone_ms, Cost())
     overhead_ms = work.overhead * step.compute_ms if devices > 1 else 0.0
@@ -186,23 +211,23 @@ def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: st
 
 
 def _bound(work: Work, point: ScalePoint, step: Step, ideal_ms: float) -> str:
-    """What keeps the step from being shorter, in a sentence."""
+    """Return a sentence on what limits the step."""
     if point.devices == 1:
-        return "computing: there is nobody to wait for"
+        return "computing: a single device does not communicate"
     exposed, overhead, computing = point.exposed_ms or 0.0, point.overhead_ms or 0.0, step.compute_ms - ideal_ms
-    hidden = f"{_share(step.cost.ms - exposed, step.cost.ms)} of the communication hides behind computing" if step.cost.ms > 0 else "nothing is communicated"
+    hidden = f"{_share(step.cost.ms - exposed, step.cost.ms)} of the communication overlaps with computing" if step.cost.ms > 0 else "nothing is communicated"
     losses = {"exposed": exposed, "overhead": overhead, "batch": computing}
     worst = max(losses, key=lambda name: losses[name])
     if (point.efficiency or 0.0) >= WELL or losses[worst] <= 0:
         return f"computing: {hidden}"
     if worst == "batch":
         size = f"{point.samples:,.3g} samples" if point.samples is not None else f"a {point.devices:,}th of the batch"
-        return f"a small batch: what a step costs however small it is makes {_share(computing, point.step_ms)} of it, at {size} a device"
+        return f"a small batch: the fixed cost of a step is {_share(computing, point.step_ms)} of it, at {size} a device"
     if worst == "overhead":
-        return f"neighbours: they cost {work.overhead:.1%} of computing; {hidden}"
+        return f"overhead: other devices slow computing by {work.overhead:.1%}; {hidden}"
     waits = f"{_share(exposed, point.step_ms)} of the step waits for communication"
     if step.cost.latency_ms > step.cost.ms / 2:
-        return f"latency: {waits}, most of which is hops and not bytes ({step.cost.how})"
+        return f"latency: {waits}, mostly for hops rather than bytes ({step.cost.how})"
     sent = (point.wire_bytes or 0.0) / 1e6
     return f"bandwidth of {step.cost.link}: {waits}, {sent:,.{0 if sent >= 10 else 2}f} MB from each device"
 

@@ -1,8 +1,8 @@
-"""Ratios with intervals. Standard library only: a trial's process must not pay for numpy.
+"""Ratios with intervals. Standard library only: the process of a trial must not load numpy for it.
 
-A comparison is a list of *pairs* (pairs of processes, or one pair where both sides live in one process); a pair is a
-list of *rounds*; a round holds the tick times of both sides, measured next to each other. The bootstrap draws pairs,
-then rounds within them, because two processes of one program differ for their whole life.
+A comparison is a list of *pairs* (pairs of processes, or one pair if both sides share a process). A pair is a
+list of *rounds*. A round has the tick times of both sides, measured next to each other. The bootstrap draws
+pairs, then rounds within them, because two processes of one program differ for their whole life.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from flatout.plan.records import CONFIDENCE, Ratio
 
 BOOTSTRAP_DRAWS = 800
-OUTLIER_FACTOR = 6.0  # an evaluation or a checkpoint inside a block is not a step
+OUTLIER_FACTOR = 6.0  # longer ticks are not steps but, for example, an evaluation or a checkpoint
 
 
 @dataclass(frozen=True)
 class Round:
-    """Milliseconds a tick of side A and of side B, measured in adjacent blocks."""
+    """Milliseconds per tick of side A and of side B, measured in adjacent blocks."""
 
     a_ms: float
     b_ms: float
 
     @property
     def log_ratio(self) -> float:
-        """log(A's time / B's time): positive where B is faster."""
+        """Return log(A's time / B's time), which is positive if B is faster."""
         return math.log(self.a_ms / self.b_ms)
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; the mean of the two middle ones for an even count. Raises ValueError on nothing."""
+    """Return the median. Raises ValueError without values."""
     if not values:
         raise ValueError("the median of nothing")
     ordered = sorted(values)
@@ -41,7 +41,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear interpolation between the closest ranks (Hyndman and Fan's type 7)."""
+    """Return a quantile by linear interpolation between the closest ranks (Hyndman and Fan's type 7)."""
     if not values:
         raise ValueError("a quantile of nothing")
     ordered = sorted(values)
@@ -52,10 +52,10 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def block_ms(ticks_ms: Sequence[float]) -> float:
-    """Milliseconds a tick of one block: the mean without what is not a step.
+    """Return the milliseconds per tick of a block, without outliers.
 
-    The mean, because loader workers make steps come in bursts; ticks that took many times the median (an evaluation,
-    a checkpoint, an epoch's end) are left out.
+    It is a mean, because loader workers make steps come in bursts. Ticks of many times the median are left
+    out (an evaluation, a checkpoint, the end of an epoch).
     """
     middle = median(ticks_ms)
     kept = [t for t in ticks_ms if t <= OUTLIER_FACTOR * middle] or list(ticks_ms)
@@ -63,10 +63,10 @@ def block_ms(ticks_ms: Sequence[float]) -> float:
 
 
 def compare(pairs: Sequence[Sequence[Round]], seed: int = 0) -> Ratio:
-    """How many times faster B is than A: the median over pairs of each pair's ratio, with a bootstrap interval.
+    """Return how many times as fast B is as A: the median ratio over pairs, with a bootstrap interval.
 
-    A pair's ratio is the exponential of the mean log ratio of its rounds. With one pair the interval speaks of that
-    process only. Raises ValueError where nothing was measured.
+    The ratio of a pair is the exponential of the mean log ratio of its rounds. With one pair, the interval
+    covers only that process. Raises ValueError if nothing was measured.
     """
     pairs = [list(pair) for pair in pairs if pair]
     if not pairs:
@@ -82,7 +82,7 @@ def compare(pairs: Sequence[Sequence[Round]], seed: int = 0) -> Ratio:
     low, high = quantile(draws, tail), quantile(draws, 1 - tail)
     count = len(logs) if len(logs) > 1 else len(logs[0])
     if count < 3:
-        # Two rounds cannot show their own spread: widen by their distance, or by a tenth where there is one alone.
+        # Two rounds do not show their spread: widen by their distance, or by a tenth for a single round.
         flat = [value for pair in logs for value in pair]
         reach = max(flat) - min(flat) if len(flat) > 1 else 0.1
         low, high = min(low, centre - reach), max(high, centre + reach)
@@ -98,7 +98,10 @@ def mean(values: Sequence[float]) -> float:
 
 
 def two_sample_ks(a: Sequence[float], b: Sequence[float]) -> float:
-    """The p-value of the two-sample Kolmogorov-Smirnov test, asymptotic (Numerical Recipes, section 14.3)."""
+    """Return the p-value of the two-sample Kolmogorov-Smirnov test.
+
+    It is asymptotic (Numerical Recipes, section 14.3).
+    """
     if not a or not b:
         return 1.0
     left, right = sorted(a), sorted(b)

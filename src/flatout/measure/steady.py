@@ -1,4 +1,4 @@
-"""When a program has warmed up: allocator, caches, compiler and loader workers have settled."""
+"""Detect the end of a program's warm-up: allocator, caches, compiler and loader workers have settled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ LONG_TICK_MS, LONGEST_TICK_MS = 1000.0, 2000.0
 
 
 def is_steady(ticks_ms: Sequence[float], elapsed_s: float, fewest_ticks: int = 1) -> bool:
-    """True once two successive windows of four ticks have medians within 15 %, or patience has run out.
+    """Return True once two successive windows of four ticks have medians within 15 %, or after a timeout.
 
-    ``ticks_ms`` are all ticks after the first step, ``elapsed_s`` the time since the first step. A program whose tick
-    lasts a second is taken after two, one whose tick lasts longer after one: a longer warm-up would cost more than it could correct. ``fewest_ticks`` must have
-    passed even where patience has run out: the first tick under a compiler is the compilation.
+    ``ticks_ms`` are all ticks after the first step, ``elapsed_s`` the time since the first step. A program
+    with a tick of a second needs two ticks, with a longer tick one: a longer warm-up would cost more than it
+    could correct. ``fewest_ticks`` must pass even after the timeout, because the first tick under a compiler
+    is the compilation.
     """
     if len(ticks_ms) < max(1, fewest_ticks):
         return False

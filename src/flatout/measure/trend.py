@@ -1,6 +1,7 @@
-"""Does a series grow: the Mann-Kendall test, and Theil and Sen's slope. Neither cares for outliers or for the shape of the noise.
+"""Detect growth of a series: the Mann-Kendall test, and Theil and Sen's slope.
 
-Sources: Mann, Econometrica 13 (1945); Kendall, Rank Correlation Methods (1975), with the correction for ties; Sen, JASA 63 (1968).
+Neither depends on outliers or on the shape of the noise. Sources: Mann, Econometrica 13 (1945); Kendall, Rank
+Correlation Methods (1975), with the correction for ties; Sen, JASA 63 (1968).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from flatout.measure.statistics import median
 
 
 def chance_of_growth(series: Sequence[float]) -> float:
-    """How probable so strong a rise is in a series without any trend, one-sided. 1.0 where there are too few values to tell."""
+    """Return the one-sided probability of such a rise in a series without a trend.
+
+    The result is 1.0 if there are too few values.
+    """
     n = len(series)
     if n < 4:
         return 1.0
@@ -27,13 +31,13 @@ def chance_of_growth(series: Sequence[float]) -> float:
 
 
 def slope(series: Sequence[float]) -> float:
-    """The median of the slopes between all pairs, a step of the series; 0.0 for fewer than two values."""
+    """Return the median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
     slopes = [(b - a) / (later - at) for at, a in enumerate(series) for later, b in enumerate(series) if later > at]
     return median(slopes) if slopes else 0.0
 
 
 def keeps_growing(series: Sequence[float], rarer_than: float) -> bool:
-    """Whether a rise is no accident and goes on: a warm-up rises too, and then stays."""
+    """Return whether a rise is significant and continues. A warm-up also rises, but then stays flat."""
     half = len(series) // 2
     rise = slope(series)
     return rise > 0 and chance_of_growth(series) < rarer_than and slope(series[half:]) > rise / 3

@@ -1,1 +1,1 @@
-"""Room 1: batched transforms with torchvision's meaning, samples that are kept, batches that are ready ahead of time."""
+"""The data pipeline: batched torchvision transforms, cached samples, and batches prepared ahead of time."""

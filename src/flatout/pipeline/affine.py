@@ -1,4 +1,4 @@
-"""RandomRotation and RandomAffine of a batch, bit for bit."""
+"""RandomRotation and RandomAffine on a batch, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Pair = tuple[float, float]
 
 
 def inverse_map(center: Pair, angle: float, move: Pair, scale: float, shear: Pair, v2: bool) -> list[float]:
-    """From the result back to the image: turned, scaled and sheared about a centre, then moved. The versions round in different places."""
+    """Return the map from output to input: rotate, scale and shear about a centre, then translate.
+
+    v1 and v2 round in different places.
+    """
     turn, shear_x, shear_y = math.radians(angle), math.radians(shear[0]), math.radians(shear[1])
     (x, y), (right, down) = center, move
     cosine, tangent = math.cos(shear_y), math.tan(shear_x)
@@ -36,7 +39,7 @@ def inverse_map(center: Pair, angle: float, move: Pair, scale: float, shear: Pai
 
 
 def pillow_turn(angle: float, center: Pair) -> list[float]:
-    """Image.rotate's map; it rounds sine and cosine to 15 decimals."""
+    """Return the map of Image.rotate, which rounds sine and cosine to 15 decimals."""
     radians = -math.radians(angle)
     a, b, d, e = (round(each, 15) for each in (math.cos(radians), math.sin(radians), -math.sin(radians), math.cos(radians)))
     x, y = center
@@ -45,9 +48,10 @@ def pillow_turn(angle: float, center: Pair) -> list[float]:
 
 @dataclass(frozen=True)
 class Rotate(Operation):
-    """By an angle that is drawn, about a centre or the middle. The size stays.
+    """Rotate by a random angle about a given centre or the middle. The size does not change.
 
-    Quarters of a turn about the middle are transposed where torchvision transposes them: halves always, the others if the image is square.
+    Multiples of 90 degrees about the middle are transposed as in torchvision: 180 degrees always, the others
+    if the image is square.
     """
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
@@ -80,14 +84,14 @@ class Rotate(Operation):
 
 @dataclass(frozen=True)
 class Affine(Operation):
-    """Turned, moved, scaled and sheared by what is drawn; where a range is None, nothing is drawn for it."""
+    """Rotate, translate, scale and shear by random amounts; a range of None draws nothing."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
     warp: Warp
     degrees: Pair
-    translate: Pair | None  # parts of width and height
+    translate: Pair | None  # fractions of width and height
     scale: Pair | None
-    shear: tuple[float, ...] | None  # the range along x, and maybe that along y
+    shear: tuple[float, ...] | None  # the range along x, and optionally along y
     center: Pair | None
     pil: bool
     v2: bool
@@ -126,10 +130,10 @@ def _warp(transform: Any, form: Form, v2: bool) -> Warp:
             fill = _fill(transform, 1 if form.mode == "L" else 3) or (0.0,)
             if all(0 <= int(each) <= 255 for each in fill):
                 return PillowWarp(name == "bilinear", tuple(map(int, fill)))
-            raise Unknown(f"{type(transform).__name__} fills with {transform.fill}, which is no byte")
+            raise Unknown(f"{type(transform).__name__} fills with {transform.fill}, which is not a byte")
         if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
             return TensorWarp(name, _fill(transform), v2)
-    raise Unknown(f"{type(transform).__name__} is not done in batches to {form.mode or form.dtype} images ({form.kind}) by the {name} filter")
+    raise Unknown(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind}) with the {name} filter")
 
 
 def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | None:
@@ -138,7 +142,7 @@ def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | No
         return None
     numbers = (given,) if isinstance(given, (int, float)) else tuple(given) if isinstance(given, (list, tuple)) else ()
     if not numbers or (channels and len(numbers) not in (1, channels)):
-        raise Unknown(f"{type(transform).__name__} fills with {given!r}, which is not a number or one for each channel")
+        raise Unknown(f"{type(transform).__name__} fills with {given!r}, which is neither a number nor one number per channel")
     return tuple(map(float, numbers))
 
 
@@ -149,7 +153,7 @@ def _pair(given: Any) -> Pair | None:
 def _rotation(v2: bool) -> Reader:
     def read(transform: Any, form: Form) -> Operation:
         if transform.expand:
-            raise Unknown("RandomRotation with expand gives every image a size of its own")
+            raise Unknown("RandomRotation with expand gives every image a different size")
         return Rotate(_warp(transform, form, v2), (float(transform.degrees[0]), float(transform.degrees[1])), _pair(transform.center), form.kind == "pil", v2)
 
     return read

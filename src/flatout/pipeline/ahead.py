@@ -1,8 +1,8 @@
-"""Batches that a thread of this process makes ready ahead of time.
+"""Prepare batches ahead of time in a thread of this process.
 
-Indices are still drawn by the script's own thread, and the first batch is made there too: only where that moved no random generator,
-later ones are made beside it. So what the model draws and what the data draws can never trade places. One thread at a time fetches
-samples in a process: data sets share open files and caches.
+The script's own thread still draws the indices and makes the first batch. The thread makes later batches only
+if the first one moved no random generator. So the random draws of the model and of the data keep their order.
+In each process, only one thread at a time fetches samples, because data sets share open files and caches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 class Ahead:
-    """Stands in the place of a single-process iterator's ``_next_data``. ``depth`` batches are ready or being made.
+    """Replaces ``_next_data`` of a single-process iterator. ``depth`` batches are ready or in progress.
 
-    ``own`` are the random generators of the data set.
+    ``own`` holds the random generators of the data set.
     """
 
     def __init__(self, iterator: Any, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()) -> None:
@@ -58,21 +58,21 @@ class Ahead:
 
     @property
     def works(self) -> bool:
-        """Whether the thread makes the batches."""
+        """Return whether the thread makes the batches."""
         return self._pool is not None
 
     def _first(self, iterator: Any) -> Any:
-        index = iterator._next_index()  # a sampler draws its order when it is first asked
+        index = iterator._next_index()  # a sampler draws its order at the first request
         before = states(self._own)
         batch = self._finished(iterator, _fetched(iterator._dataset_fetcher, index))
         if same_states(before, states(self._own)):
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
         else:
-            self._say("fetching a sample draws random numbers, whose order a second thread would change")
+            self._say("fetching a sample draws random numbers, and a second thread would change their order")
         return batch
 
     def _taken(self, iterator: Any) -> Any:
-        """The next batch. What the thread could not make is made here, where it fails as it would have without the thread."""
+        """Return the next batch. If the thread failed, make the batch here, with the error of a plain run."""
         index, future = self._ready.popleft()
         if self._pool is not None:
             try:
@@ -80,7 +80,7 @@ class Ahead:
             except Exception as error:
                 self._pool.shutdown(wait=True, cancel_futures=True)
                 self._pool = None
-                self._say(f"batches are no longer made ahead: {type(error).__name__} in the thread that made them")
+                self._say(f"batches are no longer prepared ahead: {type(error).__name__} in the thread that prepares them")
         elif not future.cancelled() and future.exception() is None:
             return future.result()
         return _fetched(iterator._dataset_fetcher, index)
@@ -100,6 +100,6 @@ def _fetched(fetcher: Any, index: Any) -> Any:
 
 
 def _leave(ready: deque[tuple[Any, Future[Any]]]) -> None:
-    """The script has left its loop before the end: what was not begun is not made any more."""
+    """Cancel the batches that have not started: the script left its loop early."""
     for _, future in ready:
         future.cancel()

@@ -1,7 +1,7 @@
-"""Notices that the script changes its data or its transforms, where samples are kept or transforms have been read.
+"""Detects that the script changes its data or transforms while samples are kept or transforms are batched.
 
-Attributes are compared by identity, tensors by the count of their changes; lists, dictionaries and arrays by their contents: small
-ones before every batch, large ones when an epoch begins.
+Attributes are compared by identity, tensors by their version counter, and lists, dictionaries and arrays by
+their contents. Small ones are compared before every batch, large ones at the start of an epoch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-SMALL = 2048  # entries of a list that are compared before every batch
+SMALL = 2048  # largest number of list entries compared before every batch
 SMALL_BYTES = 2**16
-LARGEST_BYTES = 2**32  # of what is read through when an epoch begins
+LARGEST_BYTES = 2**32  # most bytes read at the start of an epoch
 DEEPEST = 6
 MOST_OBJECTS = 256
-MANY = 64  # what lies in longer lists is data
+MANY = 64  # entries of longer lists are data
 LIBRARIES = ("torch", "torchvision", "numpy", "PIL", "albumentations", "kornia", "datasets", "pyarrow", "cv2", "builtins", "typing", "functools")
 
 
 class Parameters:
-    """The attributes of transforms, with those of the transforms and lists in them; of containers only what lies directly in them."""
+    """The attributes of transforms, nested transforms and lists; of containers, only the direct entries."""
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
         self._held: dict[int, tuple[Any, list[Any]]] = {id(each): (each, _members(each)) for each in containers}
-        self._alive: list[Any] = [each.copy() for each in containers]  # so that no identity is given away again
+        self._alive: list[Any] = [each.copy() for each in containers]  # so that no id is reused
         for transform in transforms:
             self._look(transform, 0)
 
@@ -46,12 +46,15 @@ class Parameters:
 
 
 def _members(holder: Any) -> list[Any]:
-    """What tells whether a list or dictionary still holds the very same values under the same keys."""
+    """Return the keys and value ids of a list or dictionary, to detect whether its values change."""
     return [*holder, *map(id, holder.values())] if isinstance(holder, dict) else [*map(id, holder)]
 
 
 class Contents:
-    """The attributes of a data set and of the program's own objects in it, and what lies in the lists, dictionaries, tensors and arrays that they hold."""
+    """The attributes of a data set and of the program's objects in it.
+
+    Includes the contents of the lists, dictionaries, tensors and arrays that they hold.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -60,7 +63,7 @@ class Contents:
         self.remember()
 
     def remember(self) -> None:
-        """What is small, and the attributes, should stay as they are now."""
+        """Record the attributes and the small objects as they are now."""
         self._left_bytes = LARGEST_BYTES
         self._attributes = [(held, _members(held), held.copy()) for held in _attributes_of(self._dataset)]
         self._small = [(thing, self._digest(thing)) for thing in _held_by(self._dataset) if _is_small(thing)]
@@ -90,7 +93,7 @@ class Contents:
         return (thing.ctypes.data, *self._sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))))
 
     def _sums(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The sum of each few kilobytes."""
+        """Return the sum of every 2 KiB."""
         size = tensor.numel() * tensor.element_size()
         if size > self._left_bytes or tensor.layout != torch.strided or tensor.is_quantized:
             return ()
@@ -104,7 +107,7 @@ class Contents:
 
 
 def _attributes_of(dataset: Any) -> Iterator[dict[str, Any]]:
-    """The attributes of a data set, and of the data sets and other objects of the program's own that it holds."""
+    """Yield the attributes of a data set, and of the data sets and other program objects that it holds."""
     seen: set[int] = set()
     waiting = [(dataset, 0)]
     while waiting and len(seen) < MOST_OBJECTS:
@@ -141,7 +144,7 @@ def _held_by(dataset: Any) -> Iterator[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"  # a file that is mapped is not read through
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"  # a memory-mapped file is not read
 
 
 def _is_small(thing: Any) -> bool:
@@ -153,5 +156,5 @@ def _is_small(thing: Any) -> bool:
 def _equal(now: Any, then: Any) -> bool:
     try:
         return bool(now == then)
-    except Exception:  # parts that cannot be compared were replaced
+    except Exception:  # if the parts cannot be compared, they were replaced
         return False

@@ -1,6 +1,7 @@
-"""Transforms that are done to some images, one of several, or several in an order that is drawn for each image.
+"""Transforms that apply to some images, one of several, or several in a random order for each image.
 
-The images that take a way are gathered, go it together, and are put back; so every way has to keep the shape and the form of an image.
+Images that take the same branch are gathered, transformed together, and put back. So every branch must keep
+the shape and form of an image.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Way = tuple[Operation, ...]
 
 
 def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
-    """Each operation with the shape that it meets. Raises Unknown where the last one leaves another than the first one met."""
+    """Return each operation with its input shape. Raises Unknown if the branch changes the shape."""
     met, at = [], shape
     for operation in way:
         met.append((operation, at))
@@ -36,7 +37,7 @@ def _drawn_along(way: Way, shape: Shape, words: Numbers) -> tuple[Any, ...]:
 
 
 def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tuple[Any, ...]], done: Tensor) -> None:
-    """Put ``images[rows]`` through, with these numbers, into ``done``."""
+    """Apply the branch to ``images[rows]`` with these numbers, and write the result into ``done``."""
     if not rows:
         return
     part = images[rows]
@@ -46,13 +47,16 @@ def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tu
 
 
 def single(number: float) -> float:
-    """As single precision has it: what a number is to ``torch.rand(1) < number``, where ``torch.rand(1).item() < number`` takes it whole."""
+    """Round to single precision.
+
+    ``torch.rand(1) < number`` compares in single precision, ``torch.rand(1).item() < number`` in double.
+    """
     return c_float(number).value
 
 
 @dataclass(frozen=True)
 class Sometimes(Operation):
-    """This way where a number in [0, 1) is below ``p`` (or not above it, where that is ``inclusive``), or else nothing."""
+    """Apply the branch if a random number in [0, 1) is below ``p`` (or equal, if ``inclusive``)."""
 
     way: Way
     p: float
@@ -88,7 +92,7 @@ class Sometimes(Operation):
 
 
 class Branching(Operation):
-    """Several ways that an image may go; which ones, and in which order, is drawn for each image."""
+    """Several branches for an image; the choice and the order are drawn for each image."""
 
     ways: tuple[Way, ...]
 
@@ -107,7 +111,7 @@ class Branching(Operation):
 
 @dataclass(frozen=True)
 class OneOf(Branching):
-    """One of these ways, by weights that sum to 1."""
+    """One of these branches, by weights that sum to 1."""
 
     ways: tuple[Way, ...]
     weights: tuple[float, ...]
@@ -127,7 +131,7 @@ class OneOf(Branching):
 
 @dataclass(frozen=True)
 class AnyOrder(Branching):
-    """All of these ways, in an order drawn for each image."""
+    """All of these branches, in a random order for each image."""
 
     ways: tuple[Way, ...]
     apart: float = 0.0
@@ -145,7 +149,7 @@ class AnyOrder(Branching):
 
 
 def readers(read: Reader) -> dict[str, Reader]:
-    """Of the containers, whose contents ``read`` reads."""
+    """Return the readers of containers. ``read`` reads their contents."""
 
     def way_of(transforms: Sequence[Any], form: Form) -> Way:
         found: list[Operation] = []
@@ -157,7 +161,7 @@ def readers(read: Reader) -> dict[str, Reader]:
                 at = operation.form(at)
             found += operations
         if at != form:
-            raise Unknown(f"some images would come out as {at} and others as {form}")
+            raise Unknown(f"some images would become {at} and others {form}")
         return tuple(found)
 
     def apart(*ways: Way) -> float:
@@ -180,7 +184,7 @@ def readers(read: Reader) -> dict[str, Reader]:
         return AnyOrder(ways, apart(*ways))
 
     def python_random(transform: Any, form: Form) -> Operation:
-        raise Unknown(f"{type(transform).__name__} of version 1 draws from Python's random, not from torch's generator")
+        raise Unknown(f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator")
 
     return {
         "v1.RandomApply": apply_v1, "v2.RandomApply": apply_v2,

@@ -1,4 +1,4 @@
-"""ColorJitter, Grayscale and RandomGrayscale of a batch, bit for bit."""
+"""ColorJitter, Grayscale and RandomGrayscale on a batch, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from flatout.pipeline.shade import PillowShade, Shade, TensorShade
 
 
 def shade_of(form: Form, v2: bool) -> Shade:
-    """The arithmetic that torchvision uses for images of this form."""
+    """Return the arithmetic that torchvision uses for images of this form."""
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         return PillowShade()
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
         return TensorShade(bytes=form.dtype == torch.uint8, v2=v2)
-    raise Unknown(f"colours of {form.mode or form.dtype} images ({form.kind}) are not changed in batches")
+    raise Unknown(f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})")
 
 
 def _of_one_or_three_channels(operation: Operation, shape: Shape) -> None:
     if shape.channels not in (1, 3):
-        raise ValueError(f"{type(operation).__name__} is for images of 1 or 3 channels, not of {shape.channels}")
+        raise ValueError(f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}")
 
 
 @dataclass(frozen=True)
 class Grey(Operation):
-    """To grey, in one channel or in three that are equal (``channels`` 0: as many as there were)."""
+    """Convert to grey, with one channel or three equal ones (``channels`` 0 keeps the number)."""
 
     shade: Shade
     channels: int
-    mode: str = ""  # what a PIL image becomes
-    repeats: bool = True  # whether one channel becomes three; v1 leaves a tensor of one channel as it is
+    mode: str = ""  # mode of the resulting PIL image
+    repeats: bool = True  # whether one channel becomes three; v1 does not change a one-channel tensor
 
     def shape(self, shape: Shape) -> Shape:
         _of_one_or_three_channels(self, shape)
@@ -53,7 +53,10 @@ class Grey(Operation):
 
 @dataclass(frozen=True)
 class Jitter(Operation):
-    """Brightness, contrast, saturation and hue in an order that is drawn, each by a factor that is drawn (or None: left as it is)."""
+    """Change brightness, contrast, saturation and hue in a random order, each by a random factor.
+
+    A range of None leaves that property unchanged.
+    """
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
     shade: Shade
@@ -73,7 +76,7 @@ class Jitter(Operation):
         changes = [(self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step] for step in steps]
         done = torch.empty(images.shape, dtype=torch.float32).copy_(images)
         places = _places(numbers[:3], len(images))[:, steps]
-        turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that are taken
+        turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that run
         for now in range(len(steps)):
             for at, change in enumerate(changes):
                 rows = (turn[:, at] == now).nonzero().squeeze(1)
@@ -85,7 +88,10 @@ class Jitter(Operation):
 
 
 def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
-    """[B, 4]: when each of four comes, in the permutation that torch.randperm makes of these three words by swapping from the front."""
+    """Return the position of each of four steps, [B, 4], in the permutation of torch.randperm.
+
+    torch.randperm makes it from these three words, swapping from the front.
+    """
     order = torch.arange(4).repeat(rows, 1)
     for at, number in enumerate(numbers):
         both = torch.stack((torch.full_like(number, at), number + at), dim=1)
@@ -93,7 +99,7 @@ def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
     return order.argsort(1)
 
 
-FLOAT_MEAN = 2.0**-20  # a mean over an image is a sum whose order depends on the number of threads
+FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on the number of threads
 
 
 def _jitter(v2: bool) -> Reader:
@@ -109,7 +115,7 @@ def _grey(v2: bool) -> Reader:
     def read(transform: Any, form: Form) -> Operation:
         channels = transform.num_output_channels
         if channels not in (1, 3):
-            raise Unknown(f"Grayscale to {channels} channels is none")
+            raise Unknown(f"Grayscale to {channels} channels is not supported")
         pil = form.kind == "pil"
         return Grey(shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil)
 

@@ -1,8 +1,9 @@
-"""Images that stand for what a transform would have returned, and become it as soon as anybody looks inside.
+"""Deferred images: placeholders for the result of a transform, computed on first access.
 
-A deferred tensor is a `torch.Tensor` without data, a deferred picture a `PIL.Image.Image` without pixels. Their shape, dtype, size and mode are
-answered where they are certain; any other access asks the recorder to compute the image, and from then on the object is an ordinary one.
-Stacking is the exception: a list of deferred tensors becomes a batch without becoming tensors first.
+A deferred tensor is a `torch.Tensor` without data, and a deferred PIL image is a `PIL.Image.Image` without
+pixels. Shape, dtype, size and mode are known without computing where they are certain. Any other access makes
+the recorder compute the image, and the object becomes an ordinary one. Stacking is the exception: a list of
+deferred tensors becomes a batch directly.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from torch import Tensor
 from flatout.pipeline.operation import Form, Shape
 
 EMPTY = torch.empty(0)
-CLASSES: set[type] = set()  # of deferred images
+CLASSES: set[type] = set()  # the classes of deferred images
 DEEPEST = 6
 
 
 class Pending(Protocol):
-    """The work that a deferred image stands for."""
+    """The pending computation of a deferred image."""
 
     out: Shape
     form: Form  # of the image once it is computed
-    certain: bool  # whether ``out`` and ``form`` are what the image will have
-    recorder: Any  # ``look(image)`` computes; ``stack(images)`` answers their batch, or None
+    certain: bool  # whether ``out`` and ``form`` are final
+    recorder: Any  # ``look(image)`` computes; ``stack(images)`` returns their batch or None
 
 
 class _Deferred(Tensor):
-    """What deferred tensors of every kind have in common."""
+    """Common base of all deferred tensors."""
 
     pending: Pending
 
@@ -53,7 +54,7 @@ class _Deferred(Tensor):
 
 
 def _asked(name: str) -> Any:
-    """torchvision's tensors answer these without torch's protocol."""
+    """Return a property for attributes that torchvision's tensors read without ``__torch_function__``."""
     getter = vars(torch._C.TensorBase)[name].__get__
 
     def answer(image: Any) -> Any:
@@ -89,7 +90,7 @@ CERTAIN: dict[Any, Callable[..., Any]] = {
 
 @cache
 def tensor_class(real: type) -> type:
-    """The class of deferred tensors that become tensors of this class: Tensor, or torchvision's Image."""
+    """Return the class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
     asked = {name: _asked(name) for name in ("shape", "ndim", "dtype", "device")}
     kind = type("DeferredTensor", (_Deferred, real) if real is not Tensor else (_Deferred,), {"becomes": real, **asked})
     CLASSES.add(kind)
@@ -98,11 +99,11 @@ def tensor_class(real: type) -> type:
 
 @cache
 def picture_class() -> type:
-    """The class of deferred PIL images. Called where the program has imported PIL."""
+    """Return the class of deferred PIL images. Called only if the program has imported PIL."""
     from PIL.Image import Image
 
     class DeferredPicture(Image):
-        """Every attribute but the two that are certain is that of the computed image."""
+        """All attributes except size and mode come from the computed image."""
 
         becomes = Image
 
@@ -129,14 +130,14 @@ def picture_class() -> type:
             vars(self)["pending"].recorder.look(self)
             return bool(self == other)
 
-        __hash__ = None  # type: ignore[assignment]  # as PIL has it
+        __hash__ = None  # type: ignore[assignment]  # as in PIL
 
     CLASSES.add(DeferredPicture)
     return DeferredPicture
 
 
 def deferred(pending: Pending) -> Any:
-    """The image that stands for this work."""
+    """Return the deferred image for this work."""
     form = pending.form
     if form.kind == "pil":
         image: Any = object.__new__(picture_class())
@@ -152,7 +153,7 @@ def is_deferred(thing: Any) -> bool:
 
 
 def become(image: Any, value: Any) -> None:
-    """From now on the deferred image is the real one: ``value``, a tensor in memory of its own or a PIL image."""
+    """Turn the deferred image into ``value``: a tensor with its own memory, or a PIL image."""
     held, real = vars(image), type(image).becomes
     del held["pending"]
     if isinstance(value, Tensor):
@@ -165,7 +166,7 @@ def become(image: Any, value: Any) -> None:
 
 
 def stacked(images: Sequence[Any]) -> Tensor | None:
-    """The batch of deferred tensors of one recorder; None where some are none."""
+    """Return the batch of deferred tensors of one recorder, or None if any image is not one."""
     if not isinstance(images, (list, tuple)) or not images or not all(map(is_deferred, images)):
         return None
     recorder = images[0].pending.recorder
@@ -176,7 +177,7 @@ def stacked(images: Sequence[Any]) -> Tensor | None:
 
 
 def collate_deferred(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Tensor:
-    """torch's own collation of tensors, where the first one is deferred."""
+    """Collate tensors as torch does, if the first one is deferred."""
     together = stacked(list(batch))
     if together is not None:
         return together
@@ -189,7 +190,7 @@ def collate_deferred(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Ten
 
 
 def deferred_in(thing: Any, depth: int = 0) -> Iterator[Any]:
-    """The deferred images in nested lists, tuples and dictionaries."""
+    """Yield the deferred images in nested lists, tuples and dictionaries."""
     if is_deferred(thing):
         yield thing
     elif depth < DEEPEST and isinstance(thing, (list, tuple, dict)):

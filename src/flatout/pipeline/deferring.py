@@ -1,7 +1,8 @@
-"""The recorder that puts images off until their batch is made.
+"""The recorder that defers images until their batch is made.
 
-A call of a transform whose pipeline is known draws its random numbers and answers a deferred image. Images that are stacked are computed as a
-batch. An image that is looked at is computed by itself; while a batch is collated, with all others that are still deferred.
+A call of a transform with a known pipeline draws its random numbers and returns a deferred image. Stacked
+images are computed as a batch. An image that is accessed is computed alone; during collation, with all images
+still deferred.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from flatout.pipeline.journal import Draws, Journal
 from flatout.pipeline.operation import Shape
 from flatout.pipeline.pipelines import Pipeline, Pipelines
 
-MOST_HELD_BYTES = 2**28  # of images that wait; more are computed before their batch is complete
+MOST_HELD_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
 
 
 class Deferring:
-    """One batch of ``count`` samples, or about so many. ``observer`` is shown the transforms that were never read before."""
+    """One batch of about ``count`` samples. ``observer`` receives transforms that were never read."""
 
     def __init__(self, pipelines: Pipelines, at_once: bool, count: int = 8, observer: Recorder | None = None) -> None:
         self._pipelines = pipelines
@@ -36,15 +37,15 @@ class Deferring:
         self._lost: set[Pipeline] = set()
         self._held_bytes = 0
         self.collating = False
-        self.calls = 0  # that were put off
+        self.calls = 0  # number of deferred calls
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    # -- calls ----------------------------------------------------------------------------------------------
 
     def call(self, transform: Any, image: Any, plain: Plain) -> Any:
         work: Work | None = vars(image)["pending"] if type(image) in CLASSES else None
         pipeline = self._pipelines.of(work.pipeline if work is not None else None, transform)
         if pipeline is not None and pipeline.lowered is not None and (work is None or work.recorder is self):
-            HERE.recorder = None  # as `recording` does it, at a third of the price
+            HERE.recorder = None  # as `recording` does, at a third of the cost
             try:
                 return self.resume(pipeline, image, 0)
             finally:
@@ -57,7 +58,7 @@ class Deferring:
             return plain(transform, image)
 
     def resume(self, pipeline: Pipeline, image: Any, done: int) -> Any:
-        """What a call answers for an image that has ``done`` steps behind it: a deferred image, or a real one where it cannot be put off."""
+        """Return a call's result for an image after ``done`` steps: deferred if possible, otherwise real."""
         steps = pipeline.own_steps[done:]
         if pipeline.parent is not None and type(image) in CLASSES:
             if pipeline.lowered is not None:
@@ -69,13 +70,13 @@ class Deferring:
             shapes = pipeline.entering(image)
             if shapes is not None:
                 return self._answer(Work(self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)))
-            steps = pipeline.steps[pipeline.start:]  # torchvision then rejects the image where it would have rejected it
+            steps = pipeline.steps[pipeline.start:]  # torchvision then rejects the image in the same place
         for step in steps:
             image = step(image)
         return image
 
     def _put_off_again(self, pipeline: Pipeline, image: Any) -> Any:
-        """A call on what another call has put off."""
+        """Call a transform on an image that another call deferred."""
         before: Work = vars(image)["pending"]
         out = pipeline.out(before.out)
         if out is None:
@@ -102,7 +103,7 @@ class Deferring:
         return answer
 
     def _pixels(self, image: Any) -> Any:
-        """In memory of their own: the program may write into its image after the call, or close its file."""
+        """Copy the pixels: the program may write into its image after the call, or close its file."""
         if isinstance(image, Tensor):
             mine: Any = image.as_subclass(Tensor).clone()
             self._held_bytes += mine.numel() * mine.itemsize
@@ -112,7 +113,7 @@ class Deferring:
         return mine
 
     def _shown(self, work: Work) -> Any:
-        """A deferred image that holds its data already: until its pipeline has proved itself, nothing may see an empty tensor."""
+        """Return a deferred image with data: before its pipeline is proved, no code may get an empty one."""
         answer = deferred(work)
         if isinstance(answer, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -120,13 +121,13 @@ class Deferring:
         return answer
 
     def reseeded(self) -> None:
-        """The program sets torch's generator: what is drawn before must have been drawn."""
+        """Draw all earlier numbers now: the program sets torch's generator."""
         self._journal.interrupt()
 
-    # -- what becomes of deferred images ----------------------------------------------------------------------------
+    # -- computing deferred images --------------------------------------------------------------------------
 
     def look(self, image: Any) -> None:
-        """The program looks inside: from now on it is the real image."""
+        """Turn a deferred image into the real one, because the program accesses it."""
         work: Work = vars(image)["pending"]
         alive = self._alive() if self.collating else []
         if len(alive) < 2:
@@ -136,7 +137,7 @@ class Deferring:
             self._compute_together(alive)
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
-        """What torch.stack makes of these."""
+        """Return the result of torch.stack on these images."""
         works: list[Work] = [image.pending for image in images]
         self._journal.settle()
         with recording(None):
@@ -146,19 +147,20 @@ class Deferring:
         for work in works:
             work.used = True
             work.pipeline.together += self.collating or len(works) >= self._count
-            work.pipeline.alone += not self.collating and len(works) < self._count  # a few views of one sample, say
+            work.pipeline.alone += not self.collating and len(works) < self._count  # for example, a few views of one sample
         return batch
 
     def settle(self) -> bool:
-        """Draw what is left to draw; whether all numbers are those that the images one by one would have drawn."""
+        """Draw the remaining numbers. Return whether all numbers equal those of a plain run."""
         self._journal.settle()
         return self._journal.in_order
 
     def close(self) -> list[Pipeline]:
-        """Compute what the program still holds, so that nothing deferred leaves the batch. Answers the pipelines of lost images.
+        """Compute the images that the program still holds. Return the pipelines of lost images.
 
-        An image is lost that has gone without having come into a batch, or having been looked at through torch: the program may hold a copy of it.
-        Pipelines without a lost image have proved themselves.
+        No deferred image leaves the batch. An image is lost if it was deleted without entering a batch or
+        being accessed through torch: the program may hold a copy of it. Pipelines without a lost image are
+        proved.
         """
         self._compute_alive()
         for pipeline in self._seen - self._lost:
@@ -179,7 +181,7 @@ class Deferring:
     def _compute_together(self, pairs: Sequence[tuple[Any, Work]]) -> None:
         for _, work in pairs:
             work.pipeline.together += work.form.kind != "pil"
-            work.pipeline.alone += work.form.kind == "pil"  # it gains nothing
+            work.pipeline.alone += work.form.kind == "pil"  # no gain for PIL images
         self._compute(pairs)
 
     def _compute(self, pairs: Sequence[tuple[Any, Work]]) -> None:

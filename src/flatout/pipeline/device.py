@@ -1,10 +1,11 @@
-"""Batches that are on the device before the script asks for them.
+"""Put batches on the device before the script asks for them.
 
-A script receives its batches on the host and moves them itself. What lies on the device already is the *twin* of a host tensor: when
-the script says ``batch.to(device)`` it is handed the twin, once, and only while the host tensor still is what was copied. Copies and
-gathers run on a stream of their own; the stream that takes a twin waits for it, and the allocator learns that it is used there.
+A script receives its batches on the host and moves them itself. flatout keeps a *device copy* of a host
+tensor. When the script calls ``batch.to(device)``, it gets the device copy, once, and only if the host tensor
+has not changed. Copies and gathers run on a separate stream. The stream that takes a device copy waits for
+it, and the allocator is informed of its use there.
 
-Source: CUDA semantics in torch's documentation, "Memory management" and ``Tensor.record_stream``.
+Source: CUDA semantics in the PyTorch documentation, "Memory management" and ``Tensor.record_stream``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_TWINS = 64  # of batches that the script took and never moved
+MOST_TWINS = 64  # of batches that the script received but never moved
 
 
 class Lane:
-    """Work beside the script's own: a stream where the device is a GPU; on the CPU everything is ready at once."""
+    """Work parallel to the script's: a stream on a GPU; on the CPU, everything is ready immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -38,18 +39,18 @@ class Lane:
                 yield
 
     def mark(self) -> Any:
-        """Stands for all work on the lane so far; None where it is done."""
+        """Return an event for all work on the lane so far, or None if there is nothing to wait for."""
         return self._stream.record_event() if self._stream is not None else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy of a host tensor, begun on the lane."""
+        """Start a copy of a host tensor to the device, on the lane."""
         if self._stream is None:
             return tensor.clone()
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of a device tensor, begun on the lane: valid once the lane's mark has been waited for."""
+        """Start a copy of a device tensor to the host, on the lane. It is valid after the lane's mark."""
         if self._stream is None:
             return tensor.clone()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -60,10 +61,10 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 class Twins:
-    """Which host tensor has a twin on which device. A host tensor that was noticed tells where it was moved to."""
+    """The device copies of host tensors. Also reports where registered host tensors are moved to."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, tuple[Any, int, Tensor, Any]] = {}  # weak reference, version, twin, mark
+        self._twins: dict[int, tuple[Any, int, Tensor, Any]] = {}  # weak reference, version, device copy, mark
         self._noticed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
 
     def __bool__(self) -> bool:
@@ -81,7 +82,7 @@ class Twins:
         self._noticed[id(host)] = (weakref.ref(host), moved)
 
     def take(self, host: Tensor, device: torch.device) -> Tensor | None:
-        """The twin of this tensor on this device, None where there is none: the caller copies as it would have."""
+        """Return the copy of this tensor on this device, or None: the caller then copies as usual."""
         noticed = self._noticed.pop(id(host), None)
         if noticed is not None and noticed[0]() is host:
             noticed[1](device)
@@ -97,9 +98,10 @@ class Twins:
 
 
 class Resident:
-    """A device on which batches of kept samples are made; the host tensors that the script receives have their twins.
+    """A device that makes batches of kept samples. The script receives host tensors with device copies.
 
-    The samples lie there, too, or (``beside``) in host memory, from where those of a batch are copied as they are kept.
+    The samples are on the device too. With ``beside`` they are in host memory, and each batch is copied from
+    there.
     """
 
     def __init__(self, device: torch.device, twins: Twins, beside: bool = False) -> None:
@@ -109,7 +111,7 @@ class Resident:
         self._lane: Lane | None = None
 
     def made(self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]) -> Any:
-        """What ``make(to_host, to_device)`` answers, once all host copies that it asked for are there."""
+        """Return the result of ``make(to_host, to_device)`` once all its host copies are complete."""
         if self._lane is None:  # a stream belongs to the process that uses it
             self._lane = Lane(self.device)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -123,18 +125,19 @@ class Resident:
             batch = make(to_host, lane.to_device if self.beside else as_it_is)
         mark = lane.mark()
         if mark is not None:
-            mark.synchronize()  # of this lane alone: the model's own work goes on
+            mark.synchronize()  # only this lane waits: the model's work continues
         for host, twin in pairs:
             self._twins.offer(host, twin, mark)
         return batch
 
 
 class CopiesAhead:
-    """Stands in the place of an iterator's ``_next_data``: takes ``depth`` batches ahead and begins to copy them.
+    """Replaces ``_next_data`` of an iterator: takes ``depth`` batches ahead and starts copying them.
 
-    With a depth of 0, or while ``may`` answers False, a copy begins as its batch is made, in the plain order: beside what the device still has to do of the
-    step before. Batches may only be taken ahead where nothing is drawn in this process for them. Where the script moves the tensors of a batch to is learned
-    from the first one, and stands in ``goes_to``.
+    With a depth of 0, or while ``may`` returns False, a copy starts when its batch is made, in the plain
+    order. It then overlaps with the remaining device work of the previous step. Batches may only be taken
+    ahead if making them draws nothing in this process. The first batch shows where the script moves its
+    tensors; ``goes_to`` records it.
     """
 
     def __init__(self, iterator: Any, depth: int, twins: Twins, may: Callable[[], bool] = lambda: True, goes_to: dict[int, torch.device] | None = None) -> None:
@@ -176,7 +179,7 @@ class CopiesAhead:
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The host tensors of a batch: nested lists, tuples and dictionaries, in order."""
+    """Yield the host tensors of a batch in order, from nested lists, tuples and dictionaries."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu":
             yield batch
@@ -186,7 +189,7 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def hand_out(twins: Twins, ledger: Any) -> None:
-    """From now on ``tensor.to(device)`` and ``tensor.cuda()`` answer the twin where there is one, until the ledger is restored."""
+    """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
     really_to, really_cuda = Tensor.to, Tensor.cuda
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -212,12 +215,12 @@ def hand_out(twins: Twins, ledger: Any) -> None:
 
 
 def device_of(target: Any) -> torch.device | None:
-    """The CUDA device that a target names, with its number; None for anything else."""
+    """Return the CUDA device that a target names, with its index, or None for anything else."""
     if isinstance(target, bool) or not isinstance(target, (int, str, torch.device)):
         return None
     try:
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
-    except RuntimeError:  # the script's own mistake, and its own error follows
+    except RuntimeError:  # the script's mistake: its own error follows
         return None
     if device.type != "cuda":
         return None

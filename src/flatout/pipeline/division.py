@@ -1,4 +1,4 @@
-"""Division by a number that rounds alike on every device."""
+"""Division by a number, with the same rounding on every device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def divided(tensor: torch.Tensor, by: float) -> torch.Tensor:
-    """``tensor``, of a floating-point type and used nowhere else, divided in place by a number.
+    """Divide a floating-point tensor in place by a number. Nothing else may use the tensor.
 
-    A number of the host CUDA turns into its reciprocal and multiplies (BinaryDivTrueKernel.cu of torch 2.14): of the 256 bytes over 255, 126 then differ
-    in the last bit from torchvision's on the CPU. By a tensor on its own device it divides.
+    For a host number, CUDA multiplies by its reciprocal (BinaryDivTrueKernel.cu of torch 2.14). Of the 256
+    byte values divided by 255, 126 then differ from torchvision's CPU result in the last bit. With a tensor
+    on the same device as divisor, CUDA divides.
     """
     return tensor.div_(torch.full((), by, dtype=tensor.dtype, device=tensor.device))

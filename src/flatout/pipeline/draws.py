@@ -1,12 +1,13 @@
-"""Random numbers for a whole batch at once, the very ones that one call for each would have drawn.
+"""Random numbers for a whole batch at once, identical to those of one call per number.
 
-torch's CPU generator is a Mersenne Twister whose 32-bit words are used one after another: ``torch.rand`` in float32 takes the low 24
-bits of one word, ``torch.randint`` below 2**28 takes one word modulo its range, ``torch.randperm(n)`` takes n - 1, and 64-bit
-integers over their whole range take two words, the first one high. So the words of a batch can be read as 64-bit integers and shared
-out afterwards, and the generator is left where one call after another would have left it.
+torch's CPU generator is a Mersenne Twister, and calls use its 32-bit words in order. ``torch.rand`` in
+float32 takes the low 24 bits of one word. ``torch.randint`` below 2**28 takes one word modulo its range, and
+``torch.randperm(n)`` takes n - 1 words. 64-bit integers over their whole range take two words, the first one
+high. So the words of a batch can be read as 64-bit integers and distributed afterwards. The generator ends
+where separate calls would have left it.
 
-Source: ATen/core/DistributionsHelper.h, ATen/core/TransformationHelper.h and ATen/native/TensorFactories.cpp (torch 2.11 to 2.14);
-`understood` asks the torch at hand.
+Source: ATen/core/DistributionsHelper.h, ATen/core/TransformationHelper.h and ATen/native/TensorFactories.cpp
+(torch 2.11 to 2.14). `understood` checks the installed torch.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-WIDEST = 2**28  # from here on torch.randint takes two words
-AHEAD = 64  # words that `Words` reads at a time, at least
+WIDEST = 2**28  # from here on, torch.randint takes two words
+AHEAD = 64  # minimum number of words that `Words` reads at a time
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """``torch.empty(1).uniform_(low, high)``; ``torch.rand(1)`` is the one from 0 to 1."""
+    """``torch.empty(1).uniform_(low, high)``; ``torch.rand(1)`` is the case from 0 to 1."""
 
     low: float = 0.0
     high: float = 1.0
 
     def of(self, words: Tensor) -> Tensor:
-        """float32, one a word. The kernel multiplies and adds with a single rounding; what that rounds up to ``high`` it turns into
+        """Return one float32 per word.
+
+        The kernel multiplies and adds with a single rounding. A result rounded up to ``high`` becomes
         ``low``.
         """
         low, high = c_float(self.low).value, c_float(self.high).value
@@ -60,10 +63,11 @@ Draw = Uniform | Integer
 
 
 def _sum(product: Tensor, low: float) -> Tensor:
-    """product + low in float64, to be rounded to float32 as if only once.
+    """Return product + low in float64, such that rounding it to float32 equals a single rounding.
 
-    The product of two float32 numbers is exact in float64, the sum may not be, and a sum that was rounded to a tie would be rounded
-    again. Rounded to odd instead, the second rounding gives what a single one had given (Boldo and Melquiond, 2008).
+    The product of two float32 numbers is exact in float64, but the sum may not be. A sum that was rounded to
+    a tie would be rounded again. With rounding to odd, the second rounding gives the result of a single one
+    (Boldo and Melquiond, 2008).
     """
     total = product + low
     back = total - product
@@ -73,13 +77,13 @@ def _sum(product: Tensor, low: float) -> Tensor:
 
 
 def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """For each kind a tensor of ``rows`` numbers, drawn row after row: all kinds of row 0, then all of row 1, and so on."""
+    """Return a tensor of ``rows`` numbers for each kind, drawn row by row: all kinds of row 0 first."""
     generator = generator or torch.default_generator
     count = rows * len(kinds)
     if count == 0:
         return [torch.empty(0) for _ in kinds]
     words = _read(count - count % 2, generator)
-    if count % 2:  # a word by itself cannot be had; the last number is drawn as torch draws it
+    if count % 2:  # a single word is not available; draw the last number as torch draws it
         words = torch.cat((words, words.new_zeros(1)))
     found = [kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)]
     if count % 2:
@@ -88,13 +92,13 @@ def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None 
 
 
 def _read(count: int, generator: torch.Generator) -> Tensor:
-    """The next words, an even number of them, as int64 [count]."""
+    """Return the next words as int64 [count]; ``count`` is even."""
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return torch.stack((pairs >> 32 & 0xFFFFFFFF, pairs & 0xFFFFFFFF), dim=1).flatten()
 
 
 class Numbers:
-    """Numbers one after another, as torch's own calls draw them; they are Python's. `Words` gives the same ones faster."""
+    """Draws Python numbers one at a time with torch's own calls. `Words` gives the same numbers faster."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator or torch.default_generator
@@ -119,14 +123,14 @@ class Numbers:
         return self.uniform(kind.low, kind.high) if isinstance(kind, Uniform) else self.randint(0, kind.below)
 
     def torch(self) -> torch.Generator:
-        """The generator itself, at its place, for whatever else is to be drawn from it."""
+        """Return the generator at its current position, for other draws."""
         return self.generator
 
 
 class Words(Numbers):
-    """Reads the coming words of a generator ahead: a quarter of the price of a call for each number.
+    """Reads the next words of a generator ahead, at a quarter of the cost of one call per number.
 
-    Used as a context: at its end the generator stands where torch's own calls would have left it.
+    Use it as a context manager: on exit, the generator is where torch's own calls would have left it.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -187,7 +191,7 @@ class Words(Numbers):
 
 @cache
 def understood() -> bool:
-    """Whether this torch draws as it is written above: 64 numbers of each kind, and where the generator ends."""
+    """Return whether this torch draws as described above: 64 numbers of each kind, and the final state."""
     kinds = (Uniform(), Uniform(-0.3, 1.7), Uniform(1.0, 1.0001), Uniform(math.log(0.75), math.log(4 / 3)), Integer(9), Integer(2**20 + 7))
     bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
     together = columns(kinds, 64, bulk)

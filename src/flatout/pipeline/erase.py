@@ -1,4 +1,4 @@
-"""RandomErasing of a batch, bit for bit: boxes are drawn for each image, and filled."""
+"""RandomErasing on a batch, bit for bit: boxes are drawn for each image and filled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Erased(NamedTuple):
 
 @dataclass(frozen=True)
 class Erase(Operation):
-    """Fill a box with ``value``, a number for each channel or one for all, or with normal noise where that is None.
+    """Fill a box with ``value`` (one number, or one per channel), or with normal noise if it is None.
 
-    ``numbers`` are boxes, or None where an image is spared.
+    ``numbers`` holds one box per image, or None for an unchanged image.
     """
 
     p: float
@@ -38,7 +38,7 @@ class Erase(Operation):
 
     def shape(self, shape: Shape) -> Shape:
         if self.value is not None and len(self.value) not in (1, shape.channels):
-            raise ValueError(f"{len(self.value)} values to erase with, for images of {shape.channels} channels")
+            raise ValueError(f"RandomErasing has {len(self.value)} values, but the images have {shape.channels} channels")
         return shape
 
     def draws(self, shape: Shape) -> None:
@@ -68,13 +68,13 @@ class Erase(Operation):
 def _reader(v2: bool) -> Reader:
     def read(transform: Any, form: Form) -> Operation:
         if not ((form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32)) or (v2 and form.kind == "pil" and form.mode in ("L", "RGB"))):
-            raise Unknown(f"RandomErasing is not done in batches to {form.mode or form.dtype} images ({form.kind})")
+            raise Unknown(f"RandomErasing does not run in batches on {form.mode or form.dtype} images ({form.kind})")
         if transform.inplace:
-            raise Unknown("RandomErasing in place may change the images of the dataset itself, epoch after epoch")
+            raise Unknown("RandomErasing in place may change the images of the data set itself in every epoch")
         given = transform.value
         value = None if given is None or isinstance(given, str) else tuple(map(float, given if isinstance(given, (tuple, list)) else [given]))
         if form.dtype == torch.uint8 and (value is None or not all(0 <= each <= 255 for each in value)):
-            raise Unknown("RandomErasing fills bytes with what is no byte, which machines turn into bytes in their own ways")
+            raise Unknown("RandomErasing fills bytes with a value outside 0 to 255, which differs between machines")
         return Erase(single(transform.p), tuple(transform.scale), tuple(transform.ratio), value)
 
     return read

@@ -1,8 +1,9 @@
-"""How the batches of one DataLoader are made: its samples kept, its transforms done to whole batches.
+"""Makes the batches of one DataLoader, with kept samples and batched transforms.
 
-A feed stands where torch's fetcher expects a data set: `__getitems__` answers the finished batch, and collation has nothing left to do.
-Batches are those that the loader would have made by itself: same values, same random draws, same types. The first one is made both
-ways and compared; where that fails, or anything else is not as expected, the loader goes on as it was, and `refusal` says why.
+A feed replaces the data set of torch's fetcher. `__getitems__` returns the finished batch, and collation has
+nothing left to do. The batches are those of the loader itself: same values, same random draws, same types.
+The first batch is made both ways and compared. If they differ, or anything else is unexpected, the loader
+continues as before, and `refusal` says why.
 
     sample -> steps[:kept] -> store -> steps[kept:start], one by one -> operations, as a batch -> steps[end:], one by one -> collation
 """
@@ -39,45 +40,45 @@ from flatout.pipeline.streams import WorkerStreams, own_generators, put_back, sa
 
 
 class Feed:
-    """`prepare` is called in the script's process whenever the loader is iterated over; batches may be asked for in its workers.
+    """`prepare` runs in the script's process at each iteration over the loader. Workers may request batches.
 
-    Pipelines are followed while `INTERCEPTION` is held.
+    The feed follows pipelines while `INTERCEPTION` is held.
     """
 
     def __init__(self, loader: Any) -> None:
         self.dataset = loader.dataset
-        self.batched = self.light = False  # light: transforms with much arithmetic stay with the single image
+        self.batched = self.light = False  # light: transforms with much arithmetic run on single images
         self.keep: Keep | None = None
-        self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
-        self.ahead = 0  # so many batches are made ahead, by a thread
-        self.resident: Resident | None = None  # where batches are to be made, and all samples to be kept
-        self.copies: tuple[int, Twins] | None = None  # batches are copied to where the script moves them, and so many are taken ahead for that
-        self._goes_to: dict[int, torch.device] = {}  # which tensor of a batch the script moves to which device
+        self.as_workers = 0  # batches are drawn as by this many loader workers
+        self.ahead = 0  # number of batches that a thread makes ahead
+        self.resident: Resident | None = None  # the device that makes batches and keeps all samples
+        self.copies: tuple[int, Twins] | None = None  # number of batches taken ahead, and their device copies
+        self._goes_to: dict[int, torch.device] = {}  # tensor of a batch -> device that the script moves it to
         self.refusal = self._left_alone = cannot_feed(loader)
-        self.keeps_nothing = cannot_keep(loader)  # why samples are not, or no longer, kept
+        self.keeps_nothing = cannot_keep(loader)  # why samples are not (or no longer) kept
         self.following: Following | None = None
         self.samples: KeptSamples | None = None
-        self.listeners: dict[str, Callable[[str], None]] = {}  # wish -> who is told what became of it: keep, batched, order
+        self.listeners: dict[str, Callable[[str], None]] = {}  # option (keep, batched, order) -> receives messages about it
         self._plain_collate = loader.collate_fn
         self._workers = loader.num_workers > 0
         self._init = loader.worker_init_fn is not None
         self._said: set[str] = set()
         self._checked_by: int | None = None
         self._own: list[Any] = []  # random generators of the data set
-        self._thread = 0  # that of the script, where another makes batches
+        self._thread = 0  # the script's thread, if another one makes batches
         self._ledger_type: Any = None
         self._stream: Stream | None = None
-        self._signature: Any = None  # of the pipelines that a worker should find, where it starts from nothing
+        self._signature: Any = None  # of the pipelines that a spawned worker should find
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that starts from nothing: it reads the pipelines again, from the data set that it is given."""
+        """Return the state for a spawned worker, which reads the pipelines again from its data set."""
         signature = self.pipelines.signature() if self.following is not None else None
         left: dict[str, Any] = {"listeners": {}, "following": None, "_own": [], "_thread": 0, "_stream": None, "copies": None}
         return {**vars(self), **left, "_ledger_type": INTERCEPTION.ledger_type, "_signature": signature}
 
     @property
     def useless(self) -> str:
-        """Why nothing that it was asked for is done."""
+        """Return why none of the requested options takes effect, or an empty string."""
         return self.refusal or (self.keeps_nothing if not self.batched else "")
 
     @property
@@ -90,25 +91,25 @@ class Feed:
 
     @property
     def heavy(self) -> bool:
-        """Whether transforms with much arithmetic are done to whole batches."""
+        """Return whether transforms with much arithmetic run on whole batches."""
         return any(operation.heavy for pipeline in self.pipelines.batched for operation in pipeline.own)
 
     @property
     def apart(self) -> float:
-        """The farthest a value may be from the plain batch's; 0 where every bit is the same."""
+        """Return the largest allowed difference from the plain batch; 0 means the same bits."""
         return max((pipeline.apart for pipeline in self.pipelines.batched), default=0.0)
 
-    # -- getting ready ----------------------------------------------------------------------------------------------
+    # -- preparing ------------------------------------------------------------------------------------------
 
     def begin(self, iterator: Any) -> Any:
-        """A new iterator over the loader, and with it an epoch: what stands in the data set's place, None where nothing may."""
+        """Start an epoch with a new iterator. Return what replaces the data set, or None."""
         source = self._source(iterator)
         if self.copies is not None:
             depth, twins = self.copies
             thread, elsewhere = vars(iterator).get("_next_data"), iterator._num_workers or self.as_workers
 
             def may() -> bool:
-                """What this process draws for a batch it draws in the plain order."""
+                """Return whether batches may be taken ahead without changing the order of draws."""
                 return thread.works if isinstance(thread, Ahead) else bool(elsewhere)
 
             iterator._next_data = CopiesAhead(iterator, depth, twins, may, self._goes_to)
@@ -130,7 +131,7 @@ class Feed:
         return Source(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
 
     def prepare(self) -> None:
-        """Read the data set's pipelines as they are now."""
+        """Read the current pipelines of the data set."""
         if self.keep is not None and self.keeps_nothing:
             self._say("keep", self.keeps_nothing)
         if self.refusal:
@@ -146,7 +147,7 @@ class Feed:
             except Unknown as why:
                 self._refuse(str(why))
             except Exception as error:
-                self._refuse(f"its samples could not be looked at ({named(error)})")
+                self._refuse(f"its samples could not be inspected ({named(error)})")
 
     @property
     def _keeps(self) -> Keep | None:
@@ -155,7 +156,7 @@ class Feed:
     def _read(self) -> None:
         default = torch.get_default_device()
         if default.type != "cpu":
-            raise Unknown(f"tensors are made on {default} by default (torch.set_default_device), and random numbers of the data set may be drawn there")
+            raise Unknown(f"the default device is {default} (torch.set_default_device), and the data set may draw its random numbers there")
         before = self.following
         if self.samples is not None and self.samples.contents is not None and self.samples.contents.changed(thoroughly=True):
             self._keep_nothing(CHANGED)
@@ -191,28 +192,28 @@ class Feed:
         self.samples.remember()
         if self.resident is not None:
             if self._plain_collate is not default_collate:
-                raise Unknown("the script has a collate function of its own, so its batches are not made on the device")
+                raise Unknown("the script has its own collate function, so its batches are not made on the device")
             store = self.samples.store
             if store.rows < len(self.dataset) or not can_be_gathered(following.pipelines, store):
-                raise Unknown("not all of it can lie on the device: some samples do not fit, or some transforms need them one by one")
+                raise Unknown("not all of it can be on the device: some samples do not fit, or some transforms need single images")
             if not self.resident.beside:
                 store.move_to(self.resident.device)
 
-    # -- batches ----------------------------------------------------------------------------------------------------
+    # -- batches --------------------------------------------------------------------------------------------
 
     def collate(self, batch: Any) -> Any:
-        """What is left to do for the loader's collation: nothing, but for the samples of a stream."""
+        """Collate for the loader: nothing is left to do, except for the samples of a stream."""
         return batch if self._stream is None else self._stream.collated(batch)
 
     def boxes(self, dataset: Any) -> Any:
-        """The samples of a stream."""
+        """Yield the samples of a stream."""
         self._begin_in_worker()
         if self._stream is None and self.following is not None:
             self._stream = Stream(self.following, self._plain_collate)
         return self._stream.boxes(dataset) if self._stream is not None else iter(dataset)
 
     def try_out(self) -> str:
-        """Make a small batch both ways; why not, where they are not the same. The random generators stay as they are."""
+        """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
         if not is_stream(self.dataset) and hasattr(self.dataset, "__len__"):
             with untouched(self._own):
                 if not self.refusal and self._is_fed:
@@ -220,7 +221,7 @@ class Feed:
         return self.refusal
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        """The finished batch of these samples."""
+        """Return the finished batch of these samples."""
         self._begin_in_worker()
         if self.refusal or not self._is_fed:
             return self._plain(indices)
@@ -230,17 +231,17 @@ class Feed:
         if self._checked_by != os.getpid():
             self._checked_by = os.getpid()
             return self._first(indices)
-        # Where kept samples are only gathered nothing else can draw than what is done to the batch.
+        # If kept samples are only gathered, only the batch operations can draw.
         before = torch.get_rng_state() if self._gathers else states(self._own)
         try:
             return self._made(indices, self.dataset)
         except Exception as error:
             if self._thread and threading.get_ident() != self._thread:
-                raise  # generators are not moved beside the script; it is made again there
+                raise  # only the script's thread moves generators; it makes the batch again
             why = str(error) if isinstance(error, Unknown) else f"a batch could not be made ({named(error)})"
         torch.set_rng_state(before) if isinstance(before, Tensor) else put_back(before)
         self._refuse(why)
-        return self._plain(indices)  # if it is the data's own fault, it shows again, as if nothing had been before
+        return self._plain(indices)  # if the data is at fault, the same error appears again
 
     @property
     def _is_fed(self) -> bool:
@@ -248,7 +249,7 @@ class Feed:
 
     @property
     def _gathers(self) -> bool:
-        """Whether every sample is kept, with nothing left to do for one by itself, and torch's own collation makes the batch."""
+        """Return whether all samples are kept, need no single-image step, and use default collation."""
         if self.samples is None or self._plain_collate is not default_collate:
             return False
         return self.samples.store.full and can_be_gathered(self.pipelines, self.samples.store)
@@ -257,7 +258,7 @@ class Feed:
         return self._plain_collate(fetched(self.dataset, indices))
 
     def _first(self, indices: Sequence[Any]) -> Any:
-        """The plain batch; the other is made of it too, and must be the same, down to where the random generators end."""
+        """Return the plain batch, and check that flatout's batch and final random states are the same."""
         self._own = own_generators(self.dataset)
         if self.samples is not None:
             self.samples.own = self._own
@@ -266,7 +267,7 @@ class Feed:
         start = states(self._own)
         batch = self._plain(indices)
         end = states(self._own)
-        if self.samples is not None:  # by its own code
+        if self.samples is not None:  # changes by the data set's own code
             self.samples.remember()
         why = self._different(batch, indices, start, end)
         if why and self.samples is not None and self.batched:
@@ -283,15 +284,15 @@ class Feed:
         return batch
 
     def _different(self, batch: Any, indices: Sequence[Any], start: Any, end: Any) -> str:
-        """In what a batch that is made here differs from the plain one, with which the random generators went from ``start`` to ``end``."""
+        """Return how the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
         following, why = self.following, ""
         for at_once in dict.fromkeys((following is not None and following.at_once, True)):
             put_back(start)
             try:
                 if following is not None:
                     following.at_once = at_once
-                why = different(batch, self._made(indices, aside(self.dataset)), self.apart)  # fetching has done to the data set what it does
-                why = why or ("" if same_states(end, states(self._own)) else "random numbers would be drawn in another order")
+                why = different(batch, self._made(indices, aside(self.dataset)), self.apart)  # fetching has already changed the data set
+                why = why or ("" if same_states(end, states(self._own)) else "random numbers would be drawn in a different order")
             except Exception as error:
                 why = f"its first batch could not be made ({named(error)})"
             if not why or not self.pipelines.batched:
@@ -321,7 +322,7 @@ class Feed:
         return batch
 
     def _begin_in_worker(self) -> None:
-        """In a process that was started from nothing, at first: read the pipelines again, which must be those of the script's process."""
+        """In a spawned worker, read the pipelines again: they must equal those of the script's process."""
         if self._signature is None:
             return
         signature, self._signature = self._signature, None
@@ -332,12 +333,12 @@ class Feed:
             try:
                 self.following = self._learned()
             except Exception as error:
-                self._refuse(f"its samples could not be looked at in a worker ({named(error)})")
+                self._refuse(f"its samples could not be inspected in a worker ({named(error)})")
                 return
         if self.samples is not None and not self.samples.pipelines_are(signature, self.following.pipelines):
-            self._keep_nothing("samples are not kept: a worker finds other transforms in the data set")
+            self._keep_nothing("samples are not kept: a worker finds different transforms in the data set")
 
-    # -- what is given up -------------------------------------------------------------------------------------------
+    # -- giving up ------------------------------------------------------------------------------------------
 
     def _close_samples(self) -> None:
         if self.samples is not None:
@@ -350,7 +351,7 @@ class Feed:
         self._say("keep", why)
 
     def _pause(self, why: str) -> None:
-        """Until the next epoch."""
+        """Stop until the next epoch."""
         self._close_samples()
         self.following = None
         self._say("keep", why)
@@ -367,21 +368,21 @@ class Feed:
                 self._say(wish, self.refusal)
 
     def _say(self, wish: str, sentence: str) -> None:
-        listener = self.listeners.get(wish)  # in a worker there is none
+        listener = self.listeners.get(wish)  # a worker has none
         if listener is not None and sentence not in self._said:
             self._said.add(sentence)
             listener(sentence)
 
 
 def named(error: Exception) -> str:
-    """In one line."""
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def tried(loaders: Iterable[Any], wish: Callable[[Feed], None], ledger: Any) -> tuple[list[Feed], str]:
-    """A feed for each of these DataLoaders, with the wishes that ``wish`` gives it, tried out; and why, where none of them can be fed.
+    """Return a tested feed per DataLoader, with the options that ``wish`` sets, and why none works.
 
-    ``ledger`` is one of its own: at the end everything is as it was.
+    ``ledger`` is a separate one: it is restored at the end.
     """
     INTERCEPTION.hold(ledger)
     try:

@@ -1,4 +1,4 @@
-"""The last stretch of deferred images: the operations on all that came the same way, and what stays with the single image behind them."""
+"""Computes deferred images: batch operations on all images of a pipeline, then its single-image steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from flatout.pipeline.streams import same_states, states
 
 
 class Work:
-    """One image on which operations are left to do.
+    """One image with pending operations.
 
-    ``pixels`` are a tensor, an array, or the bytes of a PIL image; ``shape`` is theirs, ``out`` that of the result.
+    ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out`` the
+    result's.
     """
 
     __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
@@ -32,14 +33,14 @@ class Work:
         self.shape = shape
         self.out = out
         self.draws = draws
-        self.turn = turn  # which call of its sample it was
+        self.turn = turn  # index of the call within its sample
         self.form: Form = lowered.exit
         self.certain = not lowered.tail
-        self.used = False  # whether it came into a batch, or was looked at
+        self.used = False  # whether it entered a batch or was accessed
 
 
 def batch_of(works: Sequence[Work]) -> Tensor | None:
-    """The images [B, C, H, W] of works of one pipeline and shape, in their order; None where there are several, or steps left for each."""
+    """Return the images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
     first = works[0]
     if _lowered(first.pipeline).tail or any(work.pipeline is not first.pipeline or work.shape != first.shape for work in works):
         return None
@@ -47,7 +48,7 @@ def batch_of(works: Sequence[Work]) -> Tensor | None:
 
 
 def rows_of(works: Sequence[Work]) -> list[Any]:
-    """The images [C, H, W] one by one, in the order of the works. They may lie in one batch."""
+    """Return the images [C, H, W] in the order of the works. They may share the memory of a batch."""
     groups: dict[tuple[int, Shape], list[int]] = {}
     for at, work in enumerate(works):
         groups.setdefault((work.pipeline.number, work.shape), []).append(at)
@@ -65,7 +66,7 @@ def _run(works: Sequence[Work]) -> Tensor:
 
 
 def after(lowered: Lowered, batch: Tensor) -> list[Any]:
-    """The rows of a batch, with what stays with the single image behind the operations."""
+    """Return the rows of a batch after the single-image steps that follow the operations."""
     rows: list[Any] = list(batch.unbind())
     if not lowered.tail:
         return rows
@@ -74,18 +75,18 @@ def after(lowered: Lowered, batch: Tensor) -> list[Any]:
         for step in lowered.tail:
             rows = [step(row) for row in rows]
     if not same_states(before, states()):
-        raise Unknown("a transform behind what was done to the batch draws random numbers")
+        raise Unknown("a transform after the batched ones draws random numbers")
     return rows
 
 
 def _lowered(pipeline: Pipeline) -> Lowered:
     if pipeline.lowered is None:
-        raise LookupError(f"the steps of {pipeline.name} stay with the single image")
+        raise LookupError(f"the steps of {pipeline.name} run on single images")
     return pipeline.lowered
 
 
 def finished(work: Work, row: Tensor) -> Any:
-    """The image as the program would have had it, in memory of its own. Raises Unknown where it is no tensor."""
+    """Return the image as in a plain run, with its own memory. Raises Unknown if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image
 

@@ -1,4 +1,4 @@
-"""The pipelines of one data set as far as they are known, and the batches that are made with them."""
+"""The known pipelines of one data set, and the batches made with them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from flatout.pipeline.pipelines import Pipeline, Pipelines
 from flatout.pipeline.source import fetched, is_stream
 from flatout.pipeline.streams import put_back, states, untouched
 
-PROBED = 3  # samples from all over the data set that pipelines are read with
-MOST_PARTS = 8  # of a ConcatDataset that are looked at from the start
-ROUNDS = 32  # in which pipelines prove themselves; each one but the last turns one off
-MOST_ALONE = 8  # images that are computed one by one before a pipeline is left alone
+PROBED = 3  # samples, spread over the data set, used to read pipelines
+MOST_PARTS = 8  # parts of a ConcatDataset that are inspected at the start
+ROUNDS = 32  # to prove pipelines; each round except the last disables one
+MOST_ALONE = 8  # images computed one by one before a pipeline is disabled
 NO_CALLS = "fetching a sample calls no transform object of torchvision; functional calls are not followed"
 NOT_IMPORTED = "the program has not imported torchvision's transforms"
-MADE_AGAIN = "the data set makes its transforms again for each sample, so they cannot be followed"
+MADE_AGAIN = "the data set recreates its transforms for each sample, so they cannot be followed"
 
 
 class Following:
-    """``say`` is told why something is not done to batches; ``late``: transforms that are first called in a later batch are read as well."""
+    """``say`` receives the reasons why a transform is not batched.
+
+    With ``late``, transforms that are first called in later batches are read too.
+    """
 
     def __init__(self, reading: Reading, say: Callable[[str], None], late: bool) -> None:
         self.pipelines = Pipelines()
-        self.at_once = False  # numbers are drawn as each transform is called, where something else draws between two samples
-        self.why_none = ""  # why no pipeline is done to batches
+        self.at_once = False  # draw at each call, because something else draws between samples
+        self.why_none = ""  # why no pipeline runs on batches
         self._reading = reading
         self._say = say
         self._late = late
@@ -48,15 +51,16 @@ class Following:
 
     @property
     def may_follow(self) -> bool:
-        """Whether there are pipelines, or there may be some yet."""
+        """Return whether there are pipelines, or may be some later."""
         return bool(self.pipelines) or self._observer is not None
 
-    # -- learning ---------------------------------------------------------------------------------------------------
+    # -- learning -------------------------------------------------------------------------------------------
 
     def probe(self, fetch: Callable[[], Any], collate: Callable[[Any], Any]) -> None:
-        """Read the pipelines of a few samples, which ``fetch`` takes from a data set that may be looked at. Moves random generators.
+        """Read the pipelines of a few samples. Moves random generators.
 
-        Raises InPlace where to look at a sample is to change it.
+        ``fetch`` takes the samples from a copy of the data set. Raises InPlace if inspecting a sample changes
+        it.
         """
         observer = Observer(self.own, on_copies=True)
         with recording(observer):
@@ -70,7 +74,7 @@ class Following:
                 self._say(reason)
 
     def _prove(self, fetch: Callable[[], Any], collate: Callable[[Any], Any], reasons: list[str]) -> None:
-        """Turn off the pipelines whose images are not simply handed on into a batch."""
+        """Disable the pipelines whose images do not all go directly into a batch."""
         for _ in range(ROUNDS):
             if not self.pipelines.batched:
                 return
@@ -93,13 +97,13 @@ class Following:
             pipeline.alone = pipeline.together = 0
 
     def learn_first(self, observer: Observer) -> None:
-        """As `learn`, from the first batch: also where it showed nothing."""
+        """Learn from the first batch, and report a batch without transform calls."""
         self.learn(observer)
         if not observer.calls:
             self._say(_why_none())
 
     def learn(self, observer: Observer) -> None:
-        """Read the transforms whose plain calls were observed."""
+        """Read the transforms of the observed plain calls."""
         if not observer.calls:
             return
         with untouched(self.own):
@@ -110,10 +114,10 @@ class Following:
         for reason in reasons:
             self._say(reason)
 
-    # -- batches ----------------------------------------------------------------------------------------------------
+    # -- batches --------------------------------------------------------------------------------------------
 
     def batch(self, samples_of: Callable[[Deferring], Any], collate: Callable[[Any], Any], count: int) -> Any:
-        """The batch of these ``count`` samples. Where it turns out that it cannot be made so, it is made again from the same random numbers."""
+        """Return the batch of these ``count`` samples. A retry uses the same random numbers."""
         for _ in range(ROUNDS):
             before = states(self.own)
             recorder = self.recorder(count)
@@ -132,14 +136,14 @@ class Following:
             samples = None
             self.at_once = self.at_once or not recorder.settle()
             put_back(before)
-        raise Unknown("its images are used in a way that cannot be followed")
+        raise Unknown("its images are used in a way that flatout cannot follow")
 
     def recorder(self, count: int = 8) -> Deferring:
-        """Of one batch."""
+        """Return the recorder of one batch."""
         return Deferring(self.pipelines, self.at_once, count, self._observer)
 
     def review(self) -> None:
-        """After a batch: leave alone what gains nothing, and read what was called for the first time."""
+        """After a batch, disable pipelines without a gain, and read transforms called for the first time."""
         for pipeline in self.pipelines.batched:
             if pipeline.alone >= MOST_ALONE and pipeline.alone > pipeline.together:
                 self.turn_off([pipeline])
@@ -156,7 +160,7 @@ class Following:
 
 
 def learned(dataset: Any, collate: Callable[[Any], Any], reading: Reading, say: Callable[[str], None]) -> Following:
-    """The pipelines of a data set, from a few samples where samples can be fetched twice. Moves random generators."""
+    """Learn the pipelines of a data set, from a few samples if possible. Moves random generators."""
     INTERCEPTION.renew()
     following = Following(reading, say, late=reading.batched and not reading.keeping)
     if not is_stream(dataset) and hasattr(dataset, "__len__"):
@@ -170,13 +174,13 @@ def learned(dataset: Any, collate: Callable[[Any], Any], reading: Reading, say: 
 def _turn_off(pipeline: Pipeline, reasons: list[str]) -> None:
     pipeline.off = True
     if pipeline.alone:
-        reasons.append(f"the program looks at the images that {pipeline.name} returns before their batch is made, so they are made one by one")
+        reasons.append(f"the program looks at the images that {pipeline.name} returns before their batch is made, so they are computed one by one")
     else:
-        reasons.append(f"not all images that {pipeline.name} returns come into a batch, so they are made one by one")
+        reasons.append(f"not all images that {pipeline.name} returns enter a batch, so they are computed one by one")
 
 
 def _tried(collate: Callable[[Any], Any], samples: Any) -> None:
-    """Collate a few samples, to see what collation does to them. It may expect more of them."""
+    """Collate a few samples to observe collation. Errors are ignored: it may need more samples."""
     try:
         collate(samples)
     except Exception:

@@ -1,4 +1,4 @@
-"""Batches of kept samples with which nothing is left to do one by one: a gather for each column, and the operations on what was gathered."""
+"""Batches of kept samples without single-image steps: gather each column, then run the batch operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Numbers = list[Sequence[Any]]
 
 
 def can_be_gathered(pipelines: Pipelines, store: Store) -> bool:
-    """Whether all calls of a kept sample are done to batches, from what is kept on."""
+    """Return whether all remaining calls of a kept sample run on batches."""
     called = [pipelines.found[number] for number, _ in program_of(store).calls]
     return all(pipeline.lowered is not None and not pipeline.off and (pipeline.parent is not None or pipeline.kept == pipeline.start) for pipeline in called)
 
@@ -32,7 +32,11 @@ def program_of(store: Store) -> Program:
 
 def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor] = as_it_is,
              to_device: Callable[[Tensor], Tensor] = as_it_is) -> Any:
-    """The batch of kept samples, as torch's own collation would make it. ``to_device`` takes what was gathered to where it is transformed, ``to_host`` back."""
+    """Return the batch of kept samples, as torch's default collation would make it.
+
+    ``to_device`` moves the gathered columns to where they are transformed, and ``to_host`` moves results
+    back.
+    """
     columns = [to_device(column) for column in store.gather(rows)]
     structure, sources, program = store.template
     entering = [_images(columns[cell.column], cell) for cell in sources]
@@ -42,7 +46,7 @@ def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable
         turn = results[0].number
         pipeline = pipelines.found[program.calls[turn][0]]
         if pipeline.lowered is None:
-            raise LookupError(f"the steps of {pipeline.name} stay with the single image")
+            raise LookupError(f"the steps of {pipeline.name} run on single images")
         batch = pipeline.lowered.run(entering[_source(program, turn)], numbers[turn])
         if not pipeline.lowered.tail:
             return to_host(batch)
@@ -55,7 +59,7 @@ def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable
 
 
 def _images(column: Tensor, cell: Cell) -> Tensor:
-    """[B, C, H, W]"""
+    """Return the images as [B, C, H, W]."""
     return column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
 
 
@@ -65,7 +69,7 @@ def _source(program: Program, turn: int) -> int:
 
 
 def _drawn(pipelines: Pipelines, program: Program, entering: Sequence[Tensor], count: int) -> list[Numbers]:
-    """For each call the numbers of its operations and of those before, drawn in the order of the calls, sample after sample."""
+    """Return the numbers of each call and of the calls before it, drawn call by call, sample by sample."""
     called = [pipelines.found[number] for number, _ in program.calls]
     shapes: list[Shape] = []  # before each call
     for _, start in program.calls:

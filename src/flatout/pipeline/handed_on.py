@@ -1,7 +1,7 @@
-"""Samples that one program of a search has kept, for the programs that are started after it: to fetch them all again takes seconds each time.
+"""Shares the kept samples of one program of a search with later programs, which saves seconds of fetching.
 
-A file holds the columns of a store. Its name follows from the shape of the samples and from those that proved that they may be kept, so another
-data set or another seed that changes one of these has another file.
+A file holds the columns of a store. Its name depends on the shape of the samples and on the samples that were
+proved. A different data set, or a seed that changes one of these samples, uses a different file.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from torch import Tensor
 from flatout.pipeline.keeping import PROVED, spread
 from flatout.pipeline.store import Store
 
-CHECKED = 256  # samples that are fetched again and compared before those of a file are used
-MOST_BYTES = 2**30  # of one file
-SPARE = 4  # the disk keeps this many times the file free
+CHECKED = 256  # samples that are fetched again and compared before a file is used
+MOST_BYTES = 2**30  # largest size of a file
+SPARE = 4  # the disk must have this many times the file's size free
 
 
 class HandedOn:
-    """``unseen``: files that are opened meanwhile are none of the program's. ``clock``: seconds."""
+    """Files opened in the context ``unseen`` do not count as the program's. ``clock`` returns seconds."""
 
     def __init__(self, folder: Path, unseen: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]) -> None:
         self.folder = folder
-        self.filled_s = 0.0  # what fetching all samples took here, which a program that finds a file is spared
+        self.filled_s = 0.0  # time to fetch all samples, saved by a program that finds a file
         self._unseen, self._clock = unseen, clock
 
     def fill(self, store: Store, holds: Callable[[int], bool], fetch: Callable[[], None]) -> None:
-        """Fill the store from a file; or by ``fetch``, and then write the file. ``holds`` fetches a sample again and answers whether the store has the same."""
+        """Fill the store from a file, or by ``fetch`` and then write the file.
+
+        ``holds`` fetches a sample again and returns whether the store has the same.
+        """
         path = self._file(store)
         if path is None:
             fetch()
@@ -46,7 +49,7 @@ class HandedOn:
     def _restored(self, store: Store, path: Path, holds: Callable[[int], bool]) -> bool:
         bytes_ = sum(map(len, map(octets, store.columns)))
         with self._unseen():
-            if not path.is_file() or path.stat().st_size != bytes_:  # cut off
+            if not path.is_file() or path.stat().st_size != bytes_:  # truncated
                 return False
             found, at = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
             for column in map(octets, store.columns):
@@ -55,11 +58,11 @@ class HandedOn:
         store.filled.fill_(True)
         if all(holds(index) for index in spread(store.rows, CHECKED)):
             return True
-        store.filled.fill_(False)  # also of those that were there before: some may be the file's
+        store.filled.fill_(False)  # including earlier rows: the file may have replaced them
         return False
 
     def _saved(self, store: Store, path: Path) -> bool:
-        """False where the store is too large, or cannot be written."""
+        """Write the store to a file. Return False if it is too large or cannot be written."""
         if store.bytes > MOST_BYTES or not store.full:
             return False
         part = path.with_suffix(f".{os.getpid()}")
@@ -77,7 +80,7 @@ class HandedOn:
         return True
 
     def _file(self, store: Store) -> Path | None:
-        """None for a store that lies on disk, or has no row for every sample."""
+        """Return the path of the file, or None if the store is on disk or lacks rows."""
         if store.rows < store.length or not store.bytes:
             return None
         digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)
@@ -87,5 +90,5 @@ class HandedOn:
 
 
 def octets(column: Tensor) -> Tensor:
-    """Its bytes, [n], in the same memory."""
+    """Return the bytes of a column, [n], sharing its memory."""
     return column.view(-1).view(torch.uint8)

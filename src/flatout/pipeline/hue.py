@@ -1,6 +1,7 @@
-"""Hue turned for a batch of colour images, a turn an image: as Pillow does it to bytes, and as torchvision does it to tensors.
+"""Hue rotation for a batch of images, one rotation per image: Pillow's for bytes, torchvision's for tensors.
 
-Images are float32 [B, 3, H, W]; those of bytes hold whole numbers. ``turns`` [B] are parts of the circle, from -0.5 to 0.5.
+Images are float32 [B, 3, H, W]; byte images hold whole numbers. ``turns`` [B] are fractions of the circle,
+-0.5 to 0.5.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from torch import Tensor
 
 from flatout.pipeline.division import divided
 
-# Which of value, middle and lowest (0, 1, 2) is red, green and blue in each sixth of the circle.
+# For red, green and blue: which of value, middle and lowest (0, 1, 2) it is in each sixth of the circle.
 PLACES = ((0, 1, 2, 2, 1, 0), (1, 0, 0, 1, 2, 2), (2, 2, 1, 0, 0, 1))
 
 
 class _Tables(NamedTuple):
-    hue: Tensor  # [3 * 256 * 256] by the highest channel and how far the two others are below it, the one that counts upwards first
-    saturation: Tensor  # [256 * 256] by the highest channel and the spread: its part of 1, rounded as the byte between rounds it
-    lowest: Tensor  # [256 * 256] alike: the lowest channel of the result
-    part: Tensor  # [256] by the hue: how far into its sixth, or how far to the end in every other one
-    single: Tensor  # [256] by the hue: whether C multiplies with that in single precision
+    hue: Tensor  # [3 * 256 * 256] by the highest channel and the two distances below it, the increasing one first
+    saturation: Tensor  # [256 * 256] by the highest channel and the spread: a fraction, rounded through a byte
+    lowest: Tensor  # [256 * 256] with the same index: the lowest channel of the result
+    part: Tensor  # [256] by the hue: the position in its sixth, from the end in every other one
+    single: Tensor  # [256] by the hue: whether C multiplies by it in single precision
     places: Tensor  # [3, 256] by the hue: which of value, middle and lowest each channel takes
 
 
 @cache
 def _tables() -> _Tables:
-    """Pillow's Convert.c, rgb2hsv_row and hsv2rgb, with C's promotions: a literal 2.0 makes double of what it meets."""
+    """Return tables for Pillow's Convert.c, rgb2hsv_row and hsv2rgb, with C's promotions to double."""
     steps = torch.arange(256, dtype=torch.float32)
     up, down = steps[:, None], steps
     spread = torch.maximum(up, down).clamp(min=1)
@@ -44,13 +45,13 @@ def _tables() -> _Tables:
     sixths = steps.double() * 6.0 / 255.0
     sector = sixths.floor()
     part = (sixths - sector).float().double()
-    sector = sector.long() % 6  # a hue of 255 is the whole circle
+    sector = sector.long() % 6  # a hue of 255 is the full circle
     single = sector % 2 == 1
     return _Tables(hue, saturation.flatten(), lowest.flatten(), torch.where(single, part, 1.0 - part), single, torch.tensor(PLACES)[:, sector])
 
 
 def turn_bytes(images: Tensor, turns: Tensor) -> Tensor:
-    """To HSV in bytes, the hue byte moved on and around, and back; bit for bit Pillow's."""
+    """Convert to HSV bytes, add to the hue byte with wrap-around, and convert back, bit for bit as Pillow."""
     tables = _tables()
     highest, below = images.amax(1), images.amax(1, keepdim=True) - images
     spread = below.amax(1)
@@ -74,7 +75,7 @@ def _looked_up(table: Tensor, at: Tensor) -> Tensor:
 
 
 def turn_tensor(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
-    """Of images in [0, 1]. Version 2 multiplies with reciprocals and adds in another order."""
+    """Rotate the hue of images in [0, 1]. v2 multiplies by reciprocals and adds in a different order."""
     lowest, highest = torch.aminmax(images, dim=1)
     grey = highest == lowest
     spread = highest - lowest

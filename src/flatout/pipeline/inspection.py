@@ -1,4 +1,4 @@
-"""A copy of a data set that may be looked at: nothing that its code does while it is looked at happens to the program's own."""
+"""Copies a data set for inspection, so that running its code does not change the program's data set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ DEEPEST = 8
 
 
 def aside(dataset: Any, depth: int = 0) -> Any:
-    """A copy to look at: what its code does to its attributes, and puts into its lists and dictionaries, does not happen to the original.
+    """Return a copy for inspection. Changes to its attributes, lists and dictionaries spare the original.
 
-    Data sets in it and callable objects of the program's own are copied as well. Data itself is shared. What cannot be copied so is answered as it is.
+    Nested data sets and the program's own callable objects are copied too. The data itself is shared. An
+    object that cannot be copied this way is returned unchanged.
     """
     kind = type(dataset)
     if kind in (list, tuple) or depth > DEEPEST or not hasattr(dataset, "__dict__"):
@@ -40,7 +41,7 @@ def aside(dataset: Any, depth: int = 0) -> Any:
 
 
 def _is_own(value: Any) -> bool:
-    """A callable object of a class that the program defines, such as one around its transforms."""
+    """Return whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
     plain = kind.__reduce_ex__ is object.__reduce_ex__ and "__del__" not in dir(kind) and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
     module = kind.__module__.partition(".")[0]

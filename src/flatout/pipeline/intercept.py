@@ -1,7 +1,8 @@
-"""Calls of transforms, wherever a program's own code makes them, are shown to the recorder of the thread that makes them.
+"""Intercepts calls of transforms in a program's code and passes them to the recorder of the calling thread.
 
-The classes of torchvision's transforms, and of albumentations and kornia where the program has imported them, are given another ``__call__``
-while a lever needs it. It does what the class's own does, unless a recorder is at work in this thread.
+While a lever needs it, the transform classes of torchvision get another ``__call__``. So do those of
+albumentations and kornia, if the program has imported them. It does the same as the original, unless this
+thread has a recorder.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from flatout.pipeline.deferred import collate_deferred, tensor_class
 
 Plain = Callable[[Any, Any], Any]
-"""What the call of a transform does without a recorder: ``plain(transform, image) -> image``."""
+"""The call of a transform without a recorder: ``plain(transform, image) -> image``."""
 
 
 class Recorder(Protocol):
     def call(self, transform: Any, image: Any, plain: Plain) -> Any:
-        """What the program's code is given in place of what ``plain(transform, image)`` answers."""
+        """Return the result that the program gets instead of ``plain(transform, image)``."""
 
     def reseeded(self) -> None:
-        """The program's code is about to set torch's generator on the CPU."""
+        """Called before the program sets torch's CPU generator."""
 
 
 class _Thread(threading.local):
@@ -40,7 +41,7 @@ HERE = _Thread()
 
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Calls in this thread are shown to this recorder; with None, to nobody."""
+    """Pass calls in this thread to this recorder, or to none."""
     before, HERE.recorder = HERE.recorder, recorder
     try:
         yield
@@ -49,7 +50,7 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 class Keyword:
-    """A transform of albumentations as one of an image: it takes the image by name and answers a dictionary."""
+    """An albumentations transform as a function of an image: it takes ``image=`` and returns a dictionary."""
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -59,7 +60,7 @@ class Keyword:
 
 
 def as_step(transform: Any) -> Any:
-    """The transform as a function of one image."""
+    """Return the transform as a function of one image."""
     return Keyword(transform) if package_of(transform) == "albumentations" else transform
 
 
@@ -68,16 +69,16 @@ def package_of(transform: Any) -> str:
 
 
 class _Interception:
-    """The classes whose calls are intercepted. Each lever that needs it holds it; with the last one that lets go, all is as it was."""
+    """The intercepted classes. Each lever that needs them holds this; the last release restores them."""
 
     def __init__(self) -> None:
         self._holders = 0
         self._patches: Any = None
-        self.ledger_type: Any = None  # for workers that start from nothing
+        self.ledger_type: Any = None  # for spawned workers
         self._classes: set[type] = set()
 
     def hold(self, ledger: Any) -> None:
-        """Until ``ledger`` is restored."""
+        """Intercept calls until ``ledger`` is restored."""
         if self._patches is None:
             self.ledger_type = type(ledger)
             self._patches = self.ledger_type()
@@ -87,11 +88,11 @@ class _Interception:
         self.renew()
 
     def renew(self) -> None:
-        """Take in the classes of libraries that the program has imported meanwhile."""
+        """Add the classes of libraries that the program has imported since."""
         if self._patches is None:
             return
         found = [kind for kind in _classes() if kind not in self._classes]
-        plain = {kind: kind.__call__ for kind in found}  # before any of them is changed: one may inherit from another
+        plain = {kind: kind.__call__ for kind in found}  # read all before changing any: one may inherit from another
         for kind in found:
             wrap = _by_keyword if kind.__module__.startswith("albumentations") else _by_position
             self._patches.set(kind, "__call__", wrap(kind, plain[kind]))
@@ -119,7 +120,7 @@ INTERCEPTION = _Interception()
 
 
 def _classes() -> list[type]:
-    """The transforms of the libraries that are imported."""
+    """Return the transform classes of the imported libraries."""
     found: list[type] = []
     for module, is_one in (("torchvision.transforms.transforms", _is_v1), ("torchvision.transforms.v2", _is_module),
                            ("albumentations.core.composition", _is_albumentations), ("kornia.augmentation", _is_module)):

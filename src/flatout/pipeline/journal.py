@@ -1,4 +1,4 @@
-"""The random numbers of calls that were put off: drawn as each call happens, or for all calls together in the order in which they happened."""
+"""The random numbers of deferred calls, drawn at each call, or later for all calls in their order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from flatout.pipeline.draws import Numbers, Words, columns
 from flatout.pipeline.operation import Operation, Shape, listed_draws, row_of, rows_together
 
-LONGEST_PATTERN = 16  # calls for each sample that are recognised as a pattern
+LONGEST_PATTERN = 16  # most calls per sample that are recognised as a pattern
 
 
 class Draws:
-    """The numbers of one call: a row of its own, or a place in columns that were drawn for many calls."""
+    """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
     __slots__ = ("block", "operations", "place", "row", "shape")
 
@@ -27,7 +27,7 @@ class Draws:
         self.place = 0
 
     def alone(self) -> list[Any]:
-        """The row of this call; for an operation whose draws are listed, a tuple of numbers."""
+        """Return the row of this call; an operation with listed draws gets a tuple of numbers."""
         if self.row is not None:
             return self.row
         block, found, shape = self.block or [], [], self.shape
@@ -39,7 +39,7 @@ class Draws:
 
 
 def numbers_of(draws: Sequence[Draws]) -> list[Sequence[Any]]:
-    """The numbers of several calls with the same operations and shape, as the operations expect them."""
+    """Return the numbers of several calls with the same operations and shape, in the operations' format."""
     first = draws[0]
     block = first.block
     if block is None or any(each.block is not block for each in draws):
@@ -53,17 +53,17 @@ def numbers_of(draws: Sequence[Draws]) -> list[Sequence[Any]]:
 
 
 class Journal:
-    """Calls whose numbers are still to be drawn, in the order in which they happened.
+    """Calls whose numbers are not drawn yet, in their original order.
 
-    Numbers may be drawn later only while nobody else draws from torch's generator in between; `in_order` is False once somebody did, and the
-    numbers are then those of another order.
+    Numbers may be drawn later only if no other code draws from torch's generator in between. `in_order`
+    becomes False once it does, and the numbers are then in a different order.
     """
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
         self.in_order = True
         self._waiting: list[Draws] = []
-        self._state: Tensor | None = None  # of torch's generator when the first call that waits happened
+        self._state: Tensor | None = None  # of torch's generator at the first waiting call
 
     def add(self, operations: tuple[Operation, ...], shape: Shape) -> Draws:
         draws = Draws(operations, shape)
@@ -76,11 +76,11 @@ class Journal:
         return draws
 
     def interrupt(self) -> None:
-        """Somebody sets the generator."""
+        """Record that the generator is being set."""
         self.in_order = self.in_order and not self._waiting
 
     def settle(self) -> None:
-        """Draw for every call that waits."""
+        """Draw the numbers of every waiting call."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -100,7 +100,7 @@ class Journal:
 
 
 def _period(waiting: Sequence[Draws]) -> int:
-    """After how many calls they repeat: 1 where all are alike, 2 for pairs; 0 where there is no such pattern."""
+    """Return the period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
     keys = [(id(each.operations), each.shape) for each in waiting]
     for period in range(1, min(LONGEST_PATTERN, len(keys)) + 1):
         if len(keys) % period == 0 and keys == keys[:period] * (len(keys) // period):

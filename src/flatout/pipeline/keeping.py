@@ -1,4 +1,4 @@
-"""What may be kept of a data set's samples, and the proof that they may be kept at all."""
+"""What may be kept of a data set's samples, and the proof that keeping them is safe."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ PROVED = 8  # samples that are fetched twice before any is kept
 
 @dataclass
 class Memory:
-    """What all feeds of a program together may still keep."""
+    """The memory that all feeds of a program together may still use."""
 
     left_bytes: int
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What may be kept of samples: all of it before the first batch or as samples come, and a folder for what does not fit."""
+    """How samples are kept: all before the first batch or as they come, with a folder for the overflow."""
 
     memory: Memory
     ahead: bool = False
     folder: str | None = None
-    handed_on: HandedOn | None = None  # where the programs of a search hand on what they have kept ahead
+    handed_on: HandedOn | None = None  # where the programs of a search share the samples kept ahead
 
 
 def proved_store(copy: Any, fetched: Callable[[int], Any], keep: Keep, shared: bool, own: Sequence[Any]) -> Store:
-    """A store with the samples that proved that they are the same each time they are fetched. Raises Unknown where they are not.
+    """Return a store, after checking that samples are the same each time. Raises Unknown if they are not.
 
-    ``copy`` is a data set that may be looked at, ``fetched`` a sample of it as it would be kept, ``own`` its random generators.
+    ``copy`` is a copy of the data set for inspection. ``fetched`` returns a sample of it in its kept form,
+    and ``own`` holds its random generators.
     """
     length, before = len(copy), states(own)
     samples = {index: fetched(index) for index in spread(length, PROVED)}
@@ -51,7 +52,7 @@ def proved_store(copy: Any, fetched: Callable[[int], Any], keep: Keep, shared: b
         again = fetched(index)
         if not same_states(before, states(own)):
             raise Unknown("fetching a sample draws random numbers")
-        torch.rand(1, device="cpu")  # another state of the generators each time
+        torch.rand(1, device="cpu")  # a different generator state each time
         before = states(own)
         if index < store.rows:
             store.put([index], [sample])
@@ -65,5 +66,5 @@ def proved_store(copy: Any, fetched: Callable[[int], Any], keep: Keep, shared: b
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Indices from all over a data set, the first and the last among them."""
+    """Return evenly spread indices of a data set, including the first and the last."""
     return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []

@@ -1,7 +1,8 @@
-"""Samples as they are kept: images as they were before anything random happened to them, and the calls that are left to do.
+"""Kept samples: images before any random transform, and the calls that remain.
 
-A kept sample is a tuple of the sample with a `Result` in the place of each image, the source images, and the calls in the order in which the data
-set's code made them. To replay it is to make these calls again, so every random number is drawn in the plain order.
+A kept sample is a tuple: the sample with a `Result` for each image, the source images, and the calls in the
+order of the data set's code. Replaying it makes these calls again, so every random number is drawn in the
+plain order.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from flatout.pipeline.store import Constant, mapped
 
 
 class Result(Constant):
-    """Stands in a kept sample for what a call returned."""
+    """Stands in a kept sample for the result of a call."""
 
 
 @dataclass(frozen=True)
 class Program(Constant):
-    """The calls of one sample: the number of a pipeline, and the source or the earlier call (counted from -1 downwards) it starts from."""
+    """The calls of one sample: the number of a pipeline, and the source or earlier call that it starts from.
+
+    Earlier calls count from -1 downwards.
+    """
 
     calls: tuple[tuple[int, int], ...] = ()
 
 
 class StandIn:
-    """What an unread transform returned, while its sample is kept. Anything but handing it on fails."""
+    """Stands for the result of an unread transform while its sample is kept. It can only be passed on."""
 
     __slots__ = ("pipeline", "turn")
 
@@ -44,13 +48,13 @@ class StandIn:
 
 
 class Keeping:
-    """The recorder of one sample that is to be kept: draws nothing, and answers images that nobody may look at."""
+    """The recorder of one sample to keep. It draws nothing and returns images that no code may access."""
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._sources: list[Any] = []
-        self._known: dict[tuple[int, ...], int] = {}  # an image and the steps done to it -> its source
-        self._alive: list[Any] = []  # so that no identity is given away again
+        self._known: dict[tuple[int, ...], int] = {}  # an image and its completed steps -> its source
+        self._alive: list[Any] = []  # so that no id is reused
         self._calls: list[tuple[int, int]] = []
         self._why_not = ""
 
@@ -59,7 +63,7 @@ class Keeping:
         pipeline = self._pipelines.of(parent, transform)
         if pipeline is None:
             if parent is not None:
-                self._why_not = f"{type(transform).__name__} looks at an image that is made only with its batch"
+                self._why_not = f"{type(transform).__name__} accesses an image that is computed only with its batch"
             with recording(None):
                 return plain(transform, image)
         with recording(None):
@@ -67,14 +71,14 @@ class Keeping:
 
     @property
     def answered(self) -> bool:
-        """Whether any call was answered with an image that nobody may look at."""
+        """Return whether any call returned an image that no code may access."""
         return bool(self._calls)
 
     def reseeded(self) -> None:
-        self._why_not = "the data set sets torch's random generator itself"
+        self._why_not = "the data set seeds torch's random generator itself"
 
     def look(self, image: Any) -> None:
-        """The sample depends on an image whose random numbers are drawn with its batch."""
+        """Record that the sample depends on an image whose random numbers are drawn with its batch."""
         work: Work = vars(image)["pending"]
         self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
         value = work.pixels
@@ -89,7 +93,7 @@ class Keeping:
         return None
 
     def sample(self, sample: Any) -> tuple[Any, tuple[Any, ...], Program]:
-        """The sample as it is kept. Raises Unknown where it cannot be."""
+        """Return the sample in its kept form. Raises Unknown if it cannot be kept."""
         if self._why_not:
             raise Unknown(self._why_not)
         results = 0
@@ -102,7 +106,7 @@ class Keeping:
 
         structure = mapped(sample, kept)
         if not results and self._calls:
-            raise Unknown("the data set does something else with what its transforms return")
+            raise Unknown("the data set uses the results of its transforms in another way")
         return structure, tuple(self._sources), Program(calls=tuple(self._calls))
 
     def _begun(self, pipeline: Pipeline, image: Any) -> Any:
@@ -113,7 +117,7 @@ class Keeping:
             for step in pipeline.steps[:pipeline.kept]:
                 image = step(image)
             if lowered is not None and pipeline.kept == pipeline.start and form_of(image) != lowered.entry:
-                self._why_not = "an image is of another kind than those that its pipeline was read with"
+                self._why_not = "an image differs in kind from those that its pipeline was read with"
             if all(map(_reads_pixels_alone, pipeline.steps[pipeline.kept:])):
                 image = _bare(image)
             self._known[key] = len(self._sources)
@@ -121,7 +125,7 @@ class Keeping:
         return self._left(pipeline, self._known[key])
 
     def _left(self, pipeline: Pipeline, start: int) -> Any:
-        """What the data set's code is given for a call that is left to do."""
+        """Return the object that the data set's code gets for a remaining call."""
         turn = len(self._calls)
         self._calls.append((pipeline.number, start))
         if pipeline.lowered is None or pipeline.kept < pipeline.start:
@@ -143,7 +147,7 @@ class Keeping:
 
 
 def _made_by(value: Any) -> tuple[Pipeline | None, int]:
-    """The pipeline and the turn of the call whose result is left to do; None for every other value."""
+    """Return the pipeline and index of the remaining call behind a value; None for every other value."""
     if type(value) is StandIn:
         return value.pipeline, value.turn
     if is_deferred(value):
@@ -153,13 +157,13 @@ def _made_by(value: Any) -> tuple[Pipeline | None, int]:
 
 
 def _reads_pixels_alone(step: Any) -> bool:
-    """Whether it is a transform of torchvision's that runs no function of the program's."""
+    """Return whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
     return name_of(step)[3:] not in ("", "Lambda") and all(map(_reads_pixels_alone, inner if isinstance(inner, (list, tuple)) else ()))
 
 
 def _bare(image: Any) -> Any:
-    """A PIL image without what its file told beside the pixels."""
+    """Return a PIL image without the metadata of its file."""
     if hasattr(image, "getbands") and "transparency" not in image.info:
         image = image.copy()
         image.info = {}
@@ -167,7 +171,7 @@ def _bare(image: Any) -> Any:
 
 
 def replayed(kept: tuple[Any, tuple[Any, ...], Program], pipelines: Pipelines, recorder: Deferring) -> Any:
-    """The sample of what was kept, with its calls made again."""
+    """Rebuild a kept sample by making its calls again."""
     structure, sources, program = kept
     results: list[Any] = []
     with recording(None):

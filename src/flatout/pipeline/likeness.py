@@ -1,4 +1,4 @@
-"""Whether two batches are the same, and if not, in what they differ."""
+"""Compares two batches and reports how they differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEEPEST = 8
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every byte: NaN equals itself, and zero is not minus zero."""
+    """Return whether dtype, shape and bytes are equal: NaN equals itself, zero differs from minus zero."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -21,23 +21,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: int = 0) -> str:
-    """Why two batches are not the same; nothing where they are, or where no value is farther away than ``apart``.
+    """Return why two batches differ, or "" if they are the same or no value differs by more than ``apart``.
 
-    ``layout``: strides count as well.
+    With ``layout``, strides must be equal too.
     """
     if type(plain) is not type(other):
-        return f"it would give a {type(other).__name__} in place of a {type(plain).__name__}"
+        return f"it would return a {type(other).__name__} instead of a {type(plain).__name__}"
     if isinstance(plain, Tensor):
         return _different_tensors(plain.as_subclass(Tensor), other.as_subclass(Tensor), apart, layout)
     if plain is other or depth > DEEPEST:
         return "" if plain is other else "it is nested too deeply"
     if isinstance(plain, Mapping):
         if list(plain) != list(other):
-            return "it has other keys"
+            return "it has different keys"
         return next((why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), "")
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(other):
-            return "it has another length"
+            return "it has a different length"
         return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart, layout, depth + 1))), "")
     if hasattr(plain, "getbands"):
         same = (plain.mode, plain.size) == (other.mode, other.size) and plain.tobytes() == other.tobytes()
@@ -48,7 +48,7 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
     if _is_equal(plain, other):
         return ""
     held = getattr(plain, "__dict__", None)
-    if held and type(plain).__eq__ is object.__eq__:  # an object of the program's own, made once for each batch
+    if held and type(plain).__eq__ is object.__eq__:  # an object of the program, made once per batch
         return different(held, vars(other), apart, layout, depth + 1)
     return "its values differ"
 
@@ -59,11 +59,11 @@ def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool)
     if same_bits(plain, other):
         return ""
     farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
-    return "" if farthest <= apart * 1.001 else "its values differ from those of the transforms one by one"
+    return "" if farthest <= apart * 1.001 else "its values differ from those of the single-image transforms"
 
 
 def _is_equal(plain: Any, other: Any) -> bool:
     try:
         return bool(plain == other)
-    except Exception:  # parts that cannot be compared
+    except Exception:  # parts that do not support comparison
         return False

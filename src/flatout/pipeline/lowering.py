@@ -1,8 +1,8 @@
-"""Reads a pipeline of transforms: which of them are done to whole batches, and which stay with the single sample, because.
+"""Reads a pipeline of transforms: which run on whole batches, which run on single samples, and why.
 
     head | operations | tail      per sample, as a batch, per sample again
 
-The longest run of transforms that are known becomes operations; of several equally long ones the last.
+The longest run of known transforms becomes operations; of several equally long runs, the last.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flatout.pipeline.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
 PIL_MODES = ("L", "RGB", "RGBA")
-LARGE = Shape(3, 2**14, 2**14)  # whatever draws only where there is room draws here
+LARGE = Shape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """``start`` transforms stay before the operations, those from ``end`` on stay behind them.
+    """The first ``start`` transforms run before the operations, those from ``end`` on run after them.
 
-    ``entry`` is the form of images that enter the operations, ``exit`` of those that leave them.
+    ``entry`` is the form of images before the operations, ``exit`` the form after them.
     """
 
     steps: tuple[Any, ...]
@@ -50,23 +50,23 @@ class Lowered:
 
     @property
     def draws(self) -> bool:
-        """Whether its operations take random numbers."""
+        """Return whether its operations use random numbers."""
         return any(operation.draws(LARGE) != () for operation in self.operations)
 
     @property
     def apart(self) -> float:
-        """The farthest a value may be from the plain pipeline's, in its own units; 0 where every bit is the same."""
+        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
         found = 0.0
         for operation in self.operations:
             found = found * operation.gain + operation.apart
         return found
 
     def row(self, shape: Shape, words: Numbers) -> list[Any]:
-        """The numbers of one image, an entry for each operation."""
+        """Return the numbers of one image, with an entry for each operation."""
         return row_of(self.operations, shape, words)
 
     def draw(self, shape: Shape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
-        """The numbers of a batch in the order in which images one by one would have drawn them."""
+        """Return the numbers of a batch, drawn in the order of single images."""
         listed = listed_draws(self.operations, shape)
         if listed is None:
             with Words(generator) as words:
@@ -75,12 +75,12 @@ class Lowered:
         return [[next(drawn) for _ in each] for each in listed]
 
     def together(self, rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
-        """Rows of numbers as `run` expects them."""
+        """Convert rows of numbers to the format of `run`."""
         return rows_together(self.operations, rows, shape)
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
-        """images [B, C, H, W]; the answer is contiguous."""
-        images = images.contiguous()  # channels apart: windows, flips and floats are then long runs of memory
+        """Run the operations on images [B, C, H, W]. The result is contiguous."""
+        images = images.contiguous()  # channels first, so that windows, flips and floats are long runs of memory
         for operation, mine in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
                 mine = [each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each for each in mine]
@@ -89,7 +89,7 @@ class Lowered:
 
 
 def flat(transform: Any) -> list[Any]:
-    """The transforms of nested Compose and Sequential, in order."""
+    """Return the transforms of nested Compose and Sequential, in order."""
     if name_of(transform) in CONTAINERS:
         return [step for inner in transform.transforms for step in flat(inner)]
     if type(transform) is torch.nn.Sequential:
@@ -98,7 +98,7 @@ def flat(transform: Any) -> list[Any]:
 
 
 def name_of(transform: Any) -> str:
-    """``v1.RandomCrop``, or nothing where it is no transform of torchvision's own."""
+    """Return a name such as ``v1.RandomCrop``, or "" if it is not torchvision's own transform."""
     kind = type(transform)
     module = kind.__module__
     if module.startswith("torchvision.transforms.v2."):
@@ -107,17 +107,17 @@ def name_of(transform: Any) -> str:
 
 
 def read(transform: Any, form: Form) -> Sequence[Operation]:
-    """Raises Unknown with a sentence."""
+    """Return the operations of a transform. Raises Unknown with the reason."""
     name = name_of(transform)
     if name not in READERS:
-        raise Unknown(f"{type(transform).__name__} is not one of the transforms that can be done to a batch")
+        raise Unknown(f"{type(transform).__name__} is not a transform that can run on batches")
     if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
         raise Unknown(f"{type(transform).__name__} has hooks")
     try:
         found = READERS[name](transform, form)
     except Unknown as why:
-        raise Unknown(f"{type(transform).__name__} stays as it is: {why}") from why
-    except (AttributeError, TypeError, ValueError) as error:  # another torchvision may keep other attributes
+        raise Unknown(f"{type(transform).__name__} runs on single images: {why}") from why
+    except (AttributeError, TypeError, ValueError) as error:  # another torchvision version may have different attributes
         raise Unknown(f"{type(transform).__name__} could not be read ({error})") from error
     return [found] if isinstance(found, Operation) else list(found)
 
@@ -126,13 +126,13 @@ READERS = {**readers.READERS, **color.READERS, **tone.READERS, **resample.READER
 
 
 def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
-    """Read a pipeline with the help of a few images that enter it; ``light`` leaves heavy transforms with the single image.
+    """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
 
-    ``unfinished``: another call of a transform follows, so its last step may also leave PIL images.
-    Moves random generators. Raises Unknown with the reason where nothing can be done to a batch.
+    With ``unfinished``, another transform call follows, so the last step may also return PIL images.
+    Moves random generators. Raises Unknown with the reason if nothing can run on a batch.
     """
     if not understood():
-        raise Unknown("this torch draws random numbers in a way that is not known")
+        raise Unknown("flatout does not know how this torch version draws random numbers")
     steps = flat(transform)
     seen, drawing = [_describe(images)], []
     for step in steps:
@@ -150,20 +150,20 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished
             reasons["its transforms may change the images of the data set in place"] = None
             continue
         found = _run_from(steps, start, form, light, reasons, unfinished)
-        if found is not None and any(drawing[found.end:]):  # an image would draw for it only after all images have drawn for the run
-            reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers, and comes behind what could be done to a batch"] = None
+        if found is not None and any(drawing[found.end:]):  # it would draw only after all images have drawn for the operations
+            reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers after the transforms that could run on a batch"] = None
             continue
         if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
             best = found
     if best is None:
-        raise Unknown(next(reversed(reasons), "its images differ in size or kind, or are of none that is known"))
+        raise Unknown(next(reversed(reasons), "its images differ in size or kind, or their kind is unknown"))
     return best
 
 
 def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
-    """The same with the transform of another call behind it. What cannot be done to a batch joins the steps behind the operations.
+    """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
-    Raises Unknown where these could not be given a single image.
+    Raises Unknown if these steps could not receive a single image.
     """
     steps, form, operations = flat(transform), before.exit, list(before.operations)
     reasons: dict[str, None] = dict.fromkeys(before.reasons)
@@ -186,17 +186,17 @@ def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
     every = (*before.steps, *steps)
     if end < len(every) and (form.kind != "tensor" or form.tv):
         raise Unknown(next(reversed(reasons)))
-    # What the calls before have drawn belongs to their operations, so these stay apart from the new ones.
+    # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
     behind = joined(operations[len(before.operations):])
     return Lowered(every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons))
 
 
 def _left(step: Any) -> str:
-    return f'{type(step).__name__} stays with the single image, as "light" says'
+    return f'{type(step).__name__} runs on single images, because the value is "light"'
 
 
 def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reasons: dict[str, None], unfinished: bool = False) -> Lowered | None:
-    """The longest run from here that ends in tensors: rows of a batch can be handed on to whatever comes behind."""
+    """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
     form, operations, found = entry, [], None
     for at in range(start, len(steps)):
         try:
@@ -219,7 +219,7 @@ def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reason
 
 
 def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
-    """How many of the first transforms draw nothing, as far as they are known."""
+    """Return how many of the first transforms are known and draw nothing."""
     images = list(images)
     for at, step in enumerate(steps):
         form, _ = _describe(images)
@@ -234,13 +234,13 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
 
 
 def _describe(images: Sequence[Any]) -> tuple[Form | None, bool]:
-    """The form that all of them have, and whether they are of one shape."""
+    """Return the common form of the images (or None), and whether they have one shape."""
     forms, shapes = {form_of(image) for image in images}, {shape_of(image) if form_of(image) else None for image in images}
     return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1
 
 
 def form_of(image: Any) -> Form | None:
-    """None where it is no image that is known."""
+    """Return the form of an image, or None if its kind is unknown."""
     if isinstance(image, Tensor):
         tv = type(image).__module__.startswith("torchvision.tv_tensors")
         known = (type(image) is Tensor or (tv and type(image).__name__ == "Image")) and image.dim() == 3 and image.layout == torch.strided
@@ -253,7 +253,7 @@ def form_of(image: Any) -> Form | None:
 
 
 def shape_of(image: Any) -> Shape:
-    """Of an image of a known form, without touching its pixels."""
+    """Return the shape of an image of a known form, without reading its pixels."""
     if isinstance(image, Tensor):
         return Shape(*image.shape)
     if hasattr(image, "getbands"):
@@ -262,7 +262,7 @@ def shape_of(image: Any) -> Shape:
 
 
 def copied(image: Any) -> Any:
-    """The same image in memory of its own; what is no image is answered as it is."""
+    """Return a copy of an image; other values are returned unchanged."""
     if isinstance(image, Tensor):
         return image.clone()
     return image.copy() if hasattr(image, "getbands") or type(image).__name__ == "ndarray" else image
@@ -277,11 +277,14 @@ def same_pixels(a: Any, b: Any) -> bool:
 
 
 def stack(images: Sequence[Any], shape: Shape | None = None) -> Tensor:
-    """Images of one known form and shape as [B, C, H, W], of any strides. PIL images may be given as their bytes, with the shape."""
+    """Stack images of one known form and shape to [B, C, H, W], with any strides.
+
+    PIL images may be given as bytes, together with the shape.
+    """
     first = images[0]
     if isinstance(first, Tensor):
         return torch.stack([image.as_subclass(Tensor) for image in images])
-    if hasattr(first, "getbands"):  # a PIL image: its bytes at half the price of an array for each
+    if hasattr(first, "getbands"):  # PIL images: bytes cost half as much as arrays
         images, shape = [image.tobytes() for image in images], shape_of(first)
     if shape is not None and isinstance(images[0], bytes):
         pixels = torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)

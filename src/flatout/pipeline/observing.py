@@ -1,4 +1,4 @@
-"""The recorder that watches the plain calls of transforms, and what is read from them: the pipelines that can be followed."""
+"""The recorder of plain transform calls, and how pipelines are read from them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from flatout.pipeline.operation import Unknown
 from flatout.pipeline.pipelines import Pipeline, Pipelines, parameters_of, steps_of
 from flatout.pipeline.streams import put_back, same_states, states
 
-MOST_CALLS = 8  # of one transform that are remembered
+MOST_CALLS = 8  # most calls recorded per transform
 ONE_BY_ONE = {
-    "albumentations": "albumentations computes with OpenCV and draws from generators of its own, so its images are made one by one",
-    "kornia": "kornia draws the numbers of a whole batch in another order than those of its images, so its images are made one by one",
+    "albumentations": "albumentations computes with OpenCV and draws from its own generators, so its images are computed one by one",
+    "kornia": "kornia draws the numbers of a batch in a different order than those of single images, so its images are computed one by one",
 }
 
 
 class InPlace(Unknown):
-    """To look at a sample is to change it."""
+    """Inspecting a sample changes it."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of a transform as it was: the image that entered, what was returned, and the random generators around it.
+    """A recorded transform call: its input image, its result, and the random generators before and after.
 
-    ``parent`` is the call whose result entered.
+    ``parent`` is the call whose result was the input.
     """
 
     transform: Any
@@ -45,12 +45,12 @@ class Call:
 
     @property
     def chain(self) -> list[Call]:
-        """The calls that the image went through, this one at the end."""
+        """Return the calls that the image went through, this one last."""
         return [*(self.parent.chain if self.parent is not None else ()), self]
 
 
 class Observer:
-    """Remembers the first calls of each transform. ``on_copies``: transforms are given copies of images, so that none is changed."""
+    """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
 
     def __init__(self, own: Sequence[Any], on_copies: bool) -> None:
         self._own = own
@@ -75,7 +75,7 @@ class Observer:
         return result
 
     def reseeded(self) -> None:
-        """Nothing: each call is remembered with the generators around it."""
+        """Do nothing: each call is recorded with its generator states."""
 
 
 def is_image(thing: Any) -> bool:
@@ -84,7 +84,7 @@ def is_image(thing: Any) -> bool:
 
 @dataclass
 class Reading:
-    """How pipelines are read: with a batch in view, or only for what comes before samples are kept."""
+    """How pipelines are read: for batches, or only for the steps before samples are kept."""
 
     batched: bool
     light: bool
@@ -92,9 +92,9 @@ class Reading:
     own: Sequence[Any] = ()
 
     def add(self, pipelines: Pipelines, calls: Sequence[Call]) -> list[str]:
-        """Read what these calls show. Answers why some transforms are not done to batches. Moves random generators.
+        """Read pipelines from these calls. Return why some are not batched. Moves random generators.
 
-        Raises InPlace where a transform writes into the image that it was given.
+        Raises InPlace if a transform writes into its input image.
         """
         reasons: dict[str, None] = {}
         if any(call.in_place for call in calls):
@@ -107,7 +107,7 @@ class Reading:
             pipelines.meet(group[0].transform)
             self._try(pipelines, None, group, id(group[0].transform) in fed, reasons)
         tried: set[tuple[int, int]] = set()
-        for call in calls:  # those before come first
+        for call in calls:  # earlier calls come first
             for parent in _of_call(pipelines, call.parent):
                 if (id(parent), id(call.transform)) not in tried:
                     tried.add((id(parent), id(call.transform)))
@@ -116,7 +116,7 @@ class Reading:
         return list(reasons)
 
     def _try(self, pipelines: Pipelines, parent: Pipeline | None, group: list[Call], feeds: bool, reasons: dict[str, None]) -> None:
-        """Add the pipeline of these calls, if there is one."""
+        """Add the pipeline of these calls, if any."""
         transform = group[0].transform
         lowered = None
         if self.batched:
@@ -127,7 +127,7 @@ class Reading:
         if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
             return
         if lowered is not None and lowered.exit.kind == "tensor" and {type(call.result) for call in group} == {Tensor}:
-            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))  # version 1 makes plain tensors of torchvision's images
+            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))  # v1 turns torchvision's images into plain tensors
         pipeline = self._pipeline(len(pipelines.found), parent, transform, lowered, group)
         if lowered is not None:
             why_not = _misread(pipeline, group, self.own)
@@ -151,7 +151,7 @@ class Reading:
         if parent is None:
             return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
         if parent.lowered is None:
-            raise Unknown(f"{parent.name} stays with the single image")
+            raise Unknown(f"{parent.name} runs on single images")
         found = extended(parent.lowered, transform, self.light)
         if found.exit.kind == "pil" and not feeds:
             raise Unknown("none of its transforms makes a tensor")
@@ -175,7 +175,7 @@ def _is_permuted(image: Tensor) -> bool:
 
 
 def _of_call(pipelines: Pipelines, call: Call | None) -> list[Pipeline]:
-    """The pipelines that a call belongs to: as the first, and behind each of those of the call before."""
+    """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
     found = [pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))]
@@ -183,7 +183,7 @@ def _of_call(pipelines: Pipelines, call: Call | None) -> list[Pipeline]:
 
 
 def _misread(pipeline: Pipeline, calls: Sequence[Call], own: Sequence[Any]) -> str:
-    """Why a pipeline does not do what its calls did; nothing where it does: the same images, and the same random numbers."""
+    """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
     line = pipeline.line
     for call in calls:
         chain = call.chain[-len(line):]
@@ -196,9 +196,9 @@ def _misread(pipeline: Pipeline, calls: Sequence[Call], own: Sequence[Any]) -> s
                 put_back(each.before)
                 image = recorder.resume(link, image, 0)
                 if not same_states(states(own), each.after):
-                    return f"{link.name} draws its random numbers in an order that is not known"
+                    return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
             why = different(call.result, image, pipeline.apart, layout=False)
         if why:
-            return f"the images of {pipeline.name} would not be the same in a batch: {why}"
+            return f"the images of {pipeline.name} would differ in a batch: {why}"
     return ""

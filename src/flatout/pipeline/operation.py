@@ -1,6 +1,6 @@
-"""What a transform of one image becomes for a batch of them.
+"""Batch operations: the counterparts of transforms of single images.
 
-Shapes: B batch, C channels, H height, W width. Images of a batch have one shape.
+Shapes: B batch, C channels, H height, W width. All images of a batch have one shape.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What an image is at one point of a pipeline: the same transform does other arithmetic to a PIL image than to a tensor."""
+    """The kind of an image at one point of a pipeline. Arithmetic differs between PIL images and tensors."""
 
     kind: str  # "pil", "numpy" or "tensor"
     dtype: torch.dtype = torch.uint8
-    mode: str = ""  # of a PIL image: L, RGB, RGBA
-    tv: bool = False  # a tv_tensors.Image rather than a plain tensor
+    mode: str = ""  # mode of a PIL image: L, RGB, RGBA
+    tv: bool = False  # whether it is a tv_tensors.Image, not a plain tensor
 
 
 class Unknown(Exception):
-    """Why a transform cannot be done to a batch: a sentence."""
+    """Why a transform cannot run on a batch, as a sentence."""
 
 
 class Operation:
-    """One transform, done to a batch. Deterministic and keeping shape and form, unless it says otherwise.
+    """One transform of a batch. By default, it is deterministic and keeps shape and form.
 
-    Values are those of torchvision image by image: bit for bit, or within ``apart`` where it says so. Where the count of random numbers
-    an image takes is known before, `draws` lists them and ``numbers`` are columns [B], one a draw; where it depends on what is drawn,
-    `draws` answers None, `row` draws for one image, and ``numbers`` is the list of what it answered, one a row.
+    Values equal torchvision's for single images, bit for bit or within ``apart``. If an image takes a fixed
+    count of random numbers, `draws` lists them, and ``numbers`` holds one column [B] per draw. If the count
+    depends on the drawn values, `draws` returns None, `row` draws for one image, and ``numbers`` is the list
+    of its results.
     """
 
-    apart: float = 0.0  # the farthest a value may be from torchvision's, in the units of what comes out
-    gain: float = 1.0  # by how much it widens a distance that was there before
-    heavy: bool = False  # its arithmetic counts for more than its calls: large images may be faster one by one
+    apart: float = 0.0  # largest difference from torchvision, in the units of the result
+    gain: float = 1.0  # factor by which it widens an earlier difference
+    heavy: bool = False  # its arithmetic dominates: large images may be faster one by one
 
     def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
         return ()
 
     def row(self, shape: Shape, words: Numbers) -> Any:
-        """The numbers of one image of this shape, drawn in torchvision's order."""
+        """Return the numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 
     def drawn(self, shape: Shape, words: Numbers) -> Any:
-        """The numbers of one image, whether they are listed or not."""
+        """Return the numbers of one image, with or without listed draws."""
         kinds = self.draws(shape)
         return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
 
     def together(self, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
-        """What `drawn` answered for each image, as a call expects it: columns where the draws are listed."""
+        """Convert the results of `drawn` to the format of a call: columns if the draws are listed."""
         kinds = self.draws(shape)
         if kinds is None:
             return rows
@@ -68,26 +69,32 @@ class Operation:
         return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
 
     def shape(self, shape: Shape) -> Shape:
-        """Of what comes out. Raises ValueError where torchvision would refuse the image, Unknown where images would differ in shape."""
+        """Return the shape of the result.
+
+        Raises ValueError if torchvision would reject the image, Unknown if the results would differ in shape.
+        """
         return shape
 
     def form(self, form: Form) -> Form:
         return form
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
-        """images [B, C, H, W] of any strides; never changed in place. The answer may share memory, with them or in itself."""
+        """Transform images [B, C, H, W] of any strides, never in place.
+
+        The result may share memory with them, or within itself.
+        """
         raise NotImplementedError
 
 
 def shape_after(operations: Sequence[Operation], shape: Shape) -> Shape:
-    """Of what the operations make of an image of this shape. Raises ValueError where torchvision would reject the image."""
+    """Return the shape after the operations. Raises ValueError if torchvision would reject the image."""
     for operation in operations:
         shape = operation.shape(shape)
     return shape
 
 
 def listed_draws(operations: Sequence[Operation], shape: Shape) -> list[tuple[Draw, ...]] | None:
-    """The draws of each operation for an image of this shape; None where their count depends on what is drawn."""
+    """Return the draws of each operation, or None if their count depends on drawn values."""
     found = []
     for operation in operations:
         draws = operation.draws(shape)
@@ -99,7 +106,7 @@ def listed_draws(operations: Sequence[Operation], shape: Shape) -> list[tuple[Dr
 
 
 def row_of(operations: Sequence[Operation], shape: Shape, words: Numbers) -> list[Any]:
-    """The numbers of one image, an entry for each operation."""
+    """Return the numbers of one image, with an entry for each operation."""
     found: list[Any] = []
     for operation in operations:
         found.append(operation.drawn(shape, words))
@@ -108,7 +115,7 @@ def row_of(operations: Sequence[Operation], shape: Shape, words: Numbers) -> lis
 
 
 def rows_together(operations: Sequence[Operation], rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
-    """Rows of numbers as the operations expect them: columns, but for those whose count is not known before."""
+    """Convert rows of numbers to the operations' format: columns, except where the count is not fixed."""
     found: list[Sequence[Any]] = []
     for at, operation in enumerate(operations):
         found.append(operation.together(shape, [row[at] for row in rows]))
@@ -117,4 +124,4 @@ def rows_together(operations: Sequence[Operation], rows: Sequence[list[Any]], sh
 
 
 Reader = Callable[[Any, Form], "Operation | Sequence[Operation]"]
-"""Reads a transform object of torchvision: what it becomes for images of this form. Raises Unknown with the reason where nothing."""
+"""Returns the operations of a torchvision transform for this form. Raises Unknown with the reason."""

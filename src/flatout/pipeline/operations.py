@@ -1,4 +1,4 @@
-"""Operations that move or rescale pixels: padding, crops, flips, conversion to floats, normalising. Bit for bit torchvision's."""
+"""Padding, crops, flips, float conversion and normalisation on a batch, bit for bit as in torchvision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Flip(Operation):
 
 @dataclass(frozen=True)
 class Pad(Operation):
-    """Widen every side. ``fill`` has one number for each channel, or one for all; it counts where the mode is constant."""
+    """Pad every side. ``fill`` has one number per channel, or one for all; only the constant mode uses it."""
 
     left: int
     top: int
@@ -42,7 +42,7 @@ class Pad(Operation):
 
     def shape(self, shape: Shape) -> Shape:
         if self.mode == "reflect" and (max(self.top, self.bottom) >= shape.height or max(self.left, self.right) >= shape.width):
-            raise ValueError(f"{self} reflects more than an image of {shape.height} x {shape.width} has")
+            raise ValueError(f"{self} reflects more pixels than an image of {shape.height} x {shape.width} has")
         return Shape(shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -62,7 +62,7 @@ class Pad(Operation):
 
 
 def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
-    """Where each padded position takes its value from, along one axis."""
+    """Return the source index of each padded position along one axis."""
     at = torch.arange(-before, length + after)
     if mode == "edge" or length == 1:
         return at.clamp(0, length - 1)
@@ -73,7 +73,7 @@ def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
 
 @dataclass(frozen=True)
 class PadTo(Operation):
-    """Widen both sides of an image that is too small by as much as it lacks (so it becomes larger than asked for)."""
+    """Pad both sides of a too small image by the full difference, so that it exceeds the requested size."""
 
     height: int
     width: int
@@ -94,11 +94,11 @@ class PadTo(Operation):
 
 @dataclass(frozen=True)
 class Window(Operation):
-    """A window of this size at a random place; where an image has just this size, nothing is drawn."""
+    """Crop a window of this size at a random position. An image of exactly this size draws nothing."""
 
     height: int
     width: int
-    apart_axes: bool = False  # v2 draws for each axis by itself, v1 for both or none
+    apart_axes: bool = False  # v2 draws for each axis separately, v1 for both or none
 
     def _drawn(self, shape: Shape) -> tuple[bool, bool]:
         rows, columns = shape.height > self.height, shape.width > self.width
@@ -110,7 +110,7 @@ class Window(Operation):
 
     def shape(self, shape: Shape) -> Shape:
         if shape.height < self.height or shape.width < self.width:
-            raise ValueError(f"a crop of {self.height} x {self.width} from an image of {shape.height} x {shape.width}")
+            raise ValueError(f"a crop of {self.height} x {self.width} does not fit into an image of {shape.height} x {shape.width}")
         return Shape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -118,25 +118,25 @@ class Window(Operation):
         return self.cut([images] * len(images), *self.corners(images, numbers))
 
     def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-        """The top row and the left column of each window."""
+        """Return the top row and the left column of each window."""
         rows, columns = self._drawn(Shape(*images.shape[1:]))
         left = iter(numbers)
         nothing = [0] * len(images)
         return next(left).tolist() if rows else nothing, next(left).tolist() if columns else nothing
 
     def cut(self, images: Sequence[Tensor], top: Sequence[int], side: Sequence[int]) -> Tensor:
-        """For row i the window of ``images[i][i]`` with this corner. Tensors that are contiguous, all of one shape."""
+        """Cut the window of ``images[i][i]`` at corner i. The tensors are contiguous and of one shape."""
         _, channels, height, width = images[0].shape
         sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
         each = channels * height * width
         views = [image.as_strided(sizes, strides, image.storage_offset() + row * each + down * width + right)
                  for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))]
-        return torch.cat(views)  # twice as fast as gathering from an unfolded view: each window is a few long copies
+        return torch.cat(views)  # twice as fast as gathering from an unfolded view: a few long copies per window
 
 
 @dataclass(frozen=True)
 class FlippedWindow(Operation):
-    """A window, and then a mirror about the vertical axis: cut out of an image that has been mirrored already."""
+    """Crop and then flip horizontally, by cropping from an image that is already flipped."""
 
     window: Window
     flip: Flip
@@ -158,7 +158,7 @@ class FlippedWindow(Operation):
 
 @dataclass(frozen=True)
 class CenterPart(Operation):
-    """The window in the middle; an image that is too small is widened with black first."""
+    """Crop the centre. A too small image is first padded with black."""
 
     height: int
     width: int
@@ -178,7 +178,7 @@ class CenterPart(Operation):
 
 @dataclass(frozen=True)
 class ToTensor(Operation):
-    """A PIL image or an array becomes a tensor of the same whole numbers."""
+    """Convert a PIL image or an array to a tensor with the same integer values."""
 
     tv: bool = False
 
@@ -191,7 +191,7 @@ class ToTensor(Operation):
 
 @dataclass(frozen=True)
 class Convert(Operation):
-    """Another dtype, the values as they are."""
+    """Change the dtype without changing the values."""
 
     dtype: torch.dtype
 
@@ -204,7 +204,7 @@ class Convert(Operation):
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """Bytes to floats in [0, 1]: divided (v1) or multiplied with the reciprocal (v2), which rounds otherwise."""
+    """Scale bytes to floats in [0, 1], by division (v1) or reciprocal (v2), which rounds differently."""
 
     dtype: torch.dtype
     divide: bool = True
@@ -233,7 +233,7 @@ class Normalize(Operation):
 
 
 def joined(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The same operations, neighbours done together where that is faster."""
+    """Merge adjacent operations where that is faster."""
     found: list[Operation] = []
     for operation in operations:
         if isinstance(operation, Flip) and operation.axis == -1 and found and isinstance(found[-1], Window):

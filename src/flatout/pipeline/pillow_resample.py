@@ -1,10 +1,11 @@
-"""Pillow's resampling of bytes, for a batch of images with a box each. Bit for bit.
+"""Pillow's resampling of bytes for a batch of images with one box each, bit for bit.
 
-Pillow resamples along rows, rounds to bytes, resamples along columns and rounds again, or the other way about. Its weights are whole
-numbers of 2**-22. Each is split into a high and a low part here, so that float32 matrix products hold their sums, which are whole numbers
-below 2**24, without rounding, in whatever order they add.
+Pillow resamples along rows, rounds to bytes, resamples along columns and rounds again, or in the opposite
+order. Its weights are integer multiples of 2**-22. Here, each weight is split into a high and a low part. The
+sums of the parts are integers below 2**24, so float32 matrix products are exact in any order of addition.
 
-Source: Pillow's Resample.c (precompute_coeffs, normalize_coeffs_8bpc, clip8) and, for the nearest neighbour, Geometry.c (ImagingScaleAffine).
+Source: Pillow's Resample.c (precompute_coeffs, normalize_coeffs_8bpc, clip8) and, for nearest-neighbour
+resampling, Geometry.c (ImagingScaleAffine).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BITS = 22  # PRECISION_BITS
-LOW = 2**11  # a weight is a multiple of this and a rest of at most half of it
-LONGEST = 56  # taps whose rests' sum float32 holds: 56 * 255 * 2**10 + 2**21 is below 2**24; beyond, float64 does
-BLOCK = 16  # neighbouring results that share one window of the input
-AT_ONCE = 2**20  # numbers of a window tensor: what a cache holds
+LOW = 2**11  # a weight is a multiple of this plus a remainder of at most half of it
+LONGEST = 56  # taps whose remainders float32 sums exactly: 56 * 255 * 2**10 + 2**21 < 2**24; beyond, float64
+BLOCK = 16  # adjacent results that share one window of the input
+AT_ONCE = 2**20  # elements of a window tensor that fit into a cache
 
 
 class Box(NamedTuple):
@@ -67,13 +68,16 @@ def _lanczos(x: float) -> float:
     return _sinc(x) * _sinc(x / 3) if -3.0 <= x < 3.0 else 0.0
 
 
-FILTERS: dict[str, tuple[Callable[[float], float], float]] = {  # with how far they reach
+FILTERS: dict[str, tuple[Callable[[float], float], float]] = {  # with their support
     "box": (_box, 0.5), "bilinear": (_bilinear, 1.0), "hamming": (_hamming, 1.0), "bicubic": (_bicubic, 2.0), "lanczos": (_lanczos, 3.0)}
 
 
 @lru_cache(maxsize=2048)
 def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """How ``length`` pixels become ``size``: where each one's window begins [size], and its weights in units of 2**-22 [size, reach]."""
+    """Return how ``length`` pixels become ``size``.
+
+    The result is the start of each window [size], and its weights in units of 2**-22 [size, reach].
+    """
     weigh, support = FILTERS[name]
     scale = length / size
     stretch = max(scale, 1.0)
@@ -85,7 +89,7 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
         start, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
         weights = [weigh((x - centre + 0.5) * inverse) for x in range(start, end)]
         total = 0.0
-        for weight in weights:  # one after another, as C does; sum() compensates
+        for weight in weights:  # one at a time, as in C; sum() compensates for rounding
             total += weight
         if total:
             weights = [weight / total for weight in weights]
@@ -97,7 +101,7 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=2048)
 def nearest(length: int, size: int) -> Tensor:
-    """Which of ``length`` pixels each of ``size`` takes; Pillow adds the step up, and so its rounding."""
+    """Return the source index of each of ``size`` pixels. Pillow accumulates the step with its rounding."""
     scale = length / size
     at, found = scale * 0.5, []
     for _ in range(size):
@@ -107,10 +111,10 @@ def nearest(length: int, size: int) -> Tensor:
 
 
 def resample(images: Tensor, boxes: Sequence[Box], height: int, width: int, name: str, tall_first: bool) -> Tensor:
-    """images [B, C, H, W] of bytes; one box an image, or one for all. ``name`` is "nearest" or one of the filters.
+    """Resample byte images [B, C, H, W] with one box, or one per image. ``name`` is "nearest" or a filter.
 
-    ``tall_first``: whether Pillow resamples columns first where they shrink by more than twice as many pixels as rows do; it does from
-    version 13 on (its pull request 9549).
+    ``tall_first`` says whether Pillow resamples columns first if they shrink by more than twice as many
+    pixels as rows. It does from version 13 on (its pull request 9549).
     """
     batch, channels, rows, columns = images.shape
     pixels = images.permute(0, 2, 3, 1)
@@ -136,19 +140,19 @@ def resample(images: Tensor, boxes: Sequence[Box], height: int, width: int, name
 
 
 def _down(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """[B, H, W, C] to [B, size, W, C], of bytes: from ``lengths`` lines below ``offsets``, for each image or for all."""
+    """Resample bytes [B, H, W, C] to [B, size, W, C] from ``lengths`` lines after ``offsets``."""
     return _resampled(pixels.flatten(2), name, size, lengths, offsets).unflatten(2, pixels.shape[2:])
 
 
 def _across(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """[B, H, W, C] to [B, H, size, C]."""
+    """Resample [B, H, W, C] to [B, H, size, C]."""
     return _down(pixels.transpose(1, 2), name, size, lengths, offsets).transpose(1, 2)
 
 
 def _resampled(lines: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """[B, N, M] to [B, size, M].
+    """Resample [B, N, M] to [B, size, M].
 
-    A block of results has its window of lines in common, and is one product of a small matrix with them.
+    A block of results shares one window of lines, and is the product of a small matrix with them.
     """
     different = sorted(set(lengths))
     first, bands = _bands(name, size, tuple(different))
@@ -165,7 +169,7 @@ def _resampled(lines: Tensor, name: str, size: int, lengths: Sequence[int], offs
 
 
 def _bands(name: str, size: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """For each length, where the window of each block begins, and its matrix: high parts of the weights above low parts."""
+    """Return window starts and block matrices per length: high parts of the weights above low parts."""
     each = [taps(name, length, size) for length in lengths]
     reach = max(weights.shape[1] for _, weights in each)
     block = min(BLOCK, size)

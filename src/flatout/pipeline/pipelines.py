@@ -1,4 +1,4 @@
-"""The pipelines of a data set: which transforms an image goes through in one call or several, and how far they are done to whole batches."""
+"""The pipelines of a data set: the transforms of an image, and which of them run on batches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flatout.pipeline.intercept import as_step
 from flatout.pipeline.lowering import CONTAINERS, Lowered, flat, form_of, name_of, shape_of
 from flatout.pipeline.operation import Operation, Shape, Unknown, shape_after
 
-MOST_SHAPES = 4096  # of images that are remembered
-MOST = 64  # transforms of one data set that are followed
+MOST_SHAPES = 4096  # most image shapes that are cached
+MOST = 64  # most transforms followed per data set
 
 
 @dataclass(eq=False)
 class Pipeline:
-    """A call of a transform, on an image as it is or on what the pipeline ``parent`` left to be computed.
+    """A transform call, on a plain image or on a deferred result of the pipeline ``parent``.
 
-    Of its ``steps``, those of the calls before included, ``kept`` come before samples are kept and ``start`` before the batch takes over.
-    Without ``lowered`` all steps stay with the single image.
+    ``steps`` includes the steps of earlier calls. ``kept`` of them run before samples are kept, and ``start``
+    before the batch operations. Without ``lowered``, all steps run on single images.
     """
 
     number: int
@@ -32,12 +32,12 @@ class Pipeline:
     kept: int
     start: int
     lowered: Lowered | None
-    parameters: Parameters  # of what was read, and of what kept samples came through
-    permuted: bool = False  # its images have the channels last in memory
-    proved: bool = False  # its images were seen on their way into a batch
+    parameters: Parameters  # of the read transforms, and of those that kept samples went through
+    permuted: bool = False  # its images are channels-last in memory
+    proved: bool = False  # its images were observed to enter a batch
     off: bool = False
-    alone: int = 0  # images that were computed one by one, because the program looked at them
-    together: int = 0  # images that were computed in batches
+    alone: int = 0  # images computed one by one, because the program accessed them
+    together: int = 0  # images computed in batches
     _out: dict[Shape, Shape | None] = field(default_factory=dict)
     _entering: dict[Any, tuple[Shape, Shape] | None] = field(default_factory=dict)  # of PIL images: type, mode and size
 
@@ -50,26 +50,26 @@ class Pipeline:
 
     @property
     def line(self) -> list[Pipeline]:
-        """The calls that an image has gone through, this one at the end."""
+        """Return the calls that an image went through, this one last."""
         return [*(self.parent.line if self.parent is not None else ()), self]
 
     @property
     def name(self) -> str:
-        """Of the transform that is called."""
+        """Return the class name of the called transform."""
         return type(self.transform).__name__
 
     @property
     def apart(self) -> float:
-        """The farthest a value may be from the plain pipeline's; 0 where every bit is the same."""
+        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
         return self.lowered.apart if self.lowered is not None else 0.0
 
     def forget(self) -> None:
-        """What became of its images so far."""
+        """Reset the counts of its images."""
         self.alone = self.together = 0
         self.proved = False
 
     def out(self, shape: Shape) -> Shape | None:
-        """Of what this call's operations make of such an image; None where torchvision would reject it."""
+        """Return the shape after this call's operations, or None if torchvision would reject the image."""
         if shape not in self._out:
             _bound(self._out)
             try:
@@ -79,7 +79,7 @@ class Pipeline:
         return self._out[shape]
 
     def entering(self, image: Any) -> tuple[Shape, Shape] | None:
-        """The shape of an image that the batch takes over from a first call, and that of the result; None where it is left to torchvision."""
+        """Return a first call's image shapes before and after, or None if torchvision must handle it."""
         key = (type(image), image.mode, image.size) if hasattr(image, "getbands") else None
         if key in self._entering:
             return self._entering[key]
@@ -99,23 +99,23 @@ def _bound(remembered: dict[Any, Any]) -> None:
         remembered.clear()
 
 
-LARGE = Shape(3, 2**14, 2**14)  # whatever draws only where there is room draws here
+LARGE = Shape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 class Pipelines:
-    """Pipelines by the transform that is called and by what it is called on."""
+    """Pipelines by the called transform and its input."""
 
     def __init__(self) -> None:
         self.found: list[Pipeline] = []
-        self.finished: list[Parameters] = []  # of transforms whose results are kept as they come out
+        self.finished: list[Parameters] = []  # of transforms whose results are kept unchanged
         self._by_call: dict[tuple[int, int], Pipeline] = {}
-        self._met: dict[int, Any] = {}  # transforms that were read, or could not be; held, so that no identity is given away again
+        self._met: dict[int, Any] = {}  # transforms that were read or failed; held so that no id is reused
 
     def __iter__(self) -> Iterator[Pipeline]:
         return iter(self.found)
 
     def __bool__(self) -> bool:
-        """Whether any is still followed."""
+        """Return whether any pipeline is still followed."""
         return any(not pipeline.off for pipeline in self.found)
 
     def add(self, pipeline: Pipeline) -> None:
@@ -123,7 +123,7 @@ class Pipelines:
         self._by_call[id(pipeline.parent), id(pipeline.transform)] = pipeline
 
     def of(self, parent: Pipeline | None, transform: Any) -> Pipeline | None:
-        """The one that is followed when this transform is called on an image, or on what the pipeline ``parent`` left to be computed."""
+        """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
         found = self._by_call.get((id(parent), id(transform)))
         return None if found is None or found.off else found
 
@@ -131,31 +131,31 @@ class Pipelines:
         self._met[id(transform)] = transform
 
     def is_new(self, transform: Any) -> bool:
-        """Whether it was never looked at, and may be."""
+        """Return whether the transform is new and may still be read."""
         return id(transform) not in self._met and len(self._met) < MOST
 
     @property
     def overrun(self) -> bool:
-        """Whether there are more transforms than are followed: a data set that makes them again for each sample, as a rule."""
+        """Return whether there are too many transforms, usually because each sample recreates them."""
         return len(self._met) >= MOST
 
     @property
     def batched(self) -> list[Pipeline]:
-        """Those whose images are computed in batches."""
+        """Return the pipelines whose images are computed in batches."""
         return [pipeline for pipeline in self.found if pipeline.lowered is not None and not pipeline.off]
 
     @property
     def changed(self) -> bool:
-        """Whether the program has changed a transform since it was read."""
+        """Return whether the program has changed a transform since it was read."""
         return any(pipeline.parameters.changed() for pipeline in self.found if not pipeline.off) or any(each.changed() for each in self.finished)
 
     def same_as(self, other: Pipelines) -> bool:
-        """Whether both were read from the same transforms with the same result."""
+        """Return whether both were read from the same transforms with the same result."""
         calls = [[(id(pipeline.transform), pipeline.off) for pipeline in each.found] for each in (self, other)]
         return calls[0] == calls[1] and self.signature() == other.signature()
 
     def signature(self) -> list[tuple[Any, ...]]:
-        """What two processes have in common that have read the same pipelines."""
+        """Return a signature that is equal in all processes that read the same pipelines."""
         return [(pipeline.parent.number if pipeline.parent is not None else None, pipeline.kept, pipeline.start, *map(_kind, pipeline.steps))
                 for pipeline in self.found]
 
@@ -165,17 +165,17 @@ def _kind(step: Any) -> str:
 
 
 def steps_of(transform: Any) -> tuple[Any, ...]:
-    """What it does to an image, one function after another."""
+    """Return the functions that a transform applies to an image, in order."""
     return tuple(as_step(step) for step in flat(transform))
 
 
 def parameters_of(transform: Any, read: Sequence[Any]) -> Parameters:
-    """What must stay as it is: the steps that were read, and the lists that hold the steps."""
+    """Return what must not change: the read steps, and the lists that hold them."""
     return Parameters(read, _containers(transform))
 
 
 def _containers(transform: Any) -> list[Any]:
-    """What holds the steps of nested Compose and Sequential, each by itself."""
+    """Return the containers of the steps of nested Compose and Sequential."""
     if type(transform) is torch.nn.Sequential:
         return [vars(transform)["_modules"], *(found for inner in transform for found in _containers(inner))]
     if name_of(transform) in CONTAINERS:

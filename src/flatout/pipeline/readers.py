@@ -1,4 +1,4 @@
-"""What torchvision's transforms that move or rescale pixels become for a batch. They are read through their attributes alone.
+"""Batch operations for torchvision's transforms that move or rescale pixels, read from their attributes.
 
 A key names the family and the class: v1 is ``torchvision.transforms``, v2 is ``torchvision.transforms.v2``.
 """
@@ -32,7 +32,7 @@ def random_crop(apart_axes: bool) -> Reader:
         steps: list[Operation] = []
         if transform.padding is not None:
             left, top, right, bottom = sides(transform.padding)
-            # v2 keeps left, right, top, bottom; v1 keeps what it was given
+            # v2 stores left, right, top, bottom; v1 stores the given value
             steps.append(Pad(left, right, top, bottom, *filling) if apart_axes else Pad(left, top, right, bottom, *filling))
         if transform.pad_if_needed:
             steps.append(PadTo(height, width, *filling))
@@ -48,23 +48,23 @@ def center_crop(transform: Any, form: Form) -> Operation:
 
 def normalize(transform: Any, form: Form) -> Operation:
     if form.kind != "tensor" or not form.dtype.is_floating_point:
-        raise Unknown("Normalize wants a tensor of floats")
+        raise Unknown("it needs a floating-point tensor")
     mean, deviation = (tuple(float(v) for v in torch.as_tensor(each).flatten().tolist()) for each in (transform.mean, transform.std))
     if 0 in torch.tensor(deviation, dtype=form.dtype):
-        raise Unknown("a standard deviation of zero")
+        raise Unknown("it has a standard deviation of zero")
     return Normalize(mean, deviation)
 
 
 def to_tensor(transform: Any, form: Form) -> Sequence[Operation]:
     if form.kind == "tensor" or form.dtype != torch.uint8:
-        raise Unknown("ToTensor of something that is no image of bytes")
+        raise Unknown("its input is not a byte image")
     return [ToTensor(), Scale(torch.get_default_dtype())]
 
 
 def to_bytes(tv: bool) -> Reader:
     def read(transform: Any, form: Form) -> Operation:
         if form.kind == "tensor" and not tv:
-            raise Unknown("PILToTensor of a tensor")
+            raise Unknown("its input is already a tensor")
         return ToTensor(tv)
 
     return read
@@ -78,16 +78,16 @@ def convert(divide: bool) -> Reader:
     def read(transform: Any, form: Form) -> Sequence[Operation]:
         dtype, scale = transform.dtype, getattr(transform, "scale", True)
         if not isinstance(dtype, torch.dtype):
-            raise Unknown("a dtype for each kind of input")
+            raise Unknown("it has a dtype for each kind of input")
         if form.kind != "tensor":
-            raise Unknown("a conversion of something that is no tensor")
+            raise Unknown("its input is not a tensor")
         if dtype == form.dtype:
             return ()
         if not scale or (form.dtype.is_floating_point and dtype.is_floating_point):
             return (Convert(dtype),)
         if form.dtype == torch.uint8 and dtype.is_floating_point:
             return (Scale(dtype, divide),)
-        raise Unknown(f"a conversion from {form.dtype} to {dtype}")
+        raise Unknown(f"it converts from {form.dtype} to {dtype}")
 
     return read
 
@@ -97,26 +97,26 @@ def nothing(transform: Any, form: Form) -> Sequence[Operation]:
 
 
 def sides(padding: Any) -> tuple[int, int, int, int]:
-    """left, top, right, bottom of a padding of one, two or four numbers."""
+    """Return left, top, right and bottom of a padding given as one, two or four numbers."""
     given = (padding,) if isinstance(padding, int) else tuple(padding)
     found = {1: given * 4, 2: given * 2, 4: given}.get(len(given))
     if found is None or any(not isinstance(v, int) or v < 0 for v in found):
-        raise Unknown(f"a padding of {padding!r}")
+        raise Unknown(f"it has the padding {padding!r}")
     return found[0], found[1], found[2], found[3]
 
 
 def _filling(transform: Any, form: Form) -> tuple[str, tuple[float, ...]]:
     mode, fill = str(getattr(transform.padding_mode, "value", transform.padding_mode)), transform.fill
     if mode not in MODES:
-        raise Unknown(f"a padding mode {mode!r}")
+        raise Unknown(f"it has the padding mode {mode!r}")
     if mode != "constant":
         return mode, (0,)
     given = (0,) if fill is None else (fill,) if isinstance(fill, Number) else tuple(fill) if isinstance(fill, (tuple, list)) else ("",)
     whole = not form.dtype.is_floating_point
     if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in given):
-        raise Unknown(f"a fill of {fill!r}")
+        raise Unknown(f"it fills with {fill!r}")
     if form.kind == "pil" and len(given) not in (1, len(form.mode)):
-        raise Unknown(f"a fill of {fill!r} for an image of mode {form.mode}")
+        raise Unknown(f"it fills an image of mode {form.mode} with {fill!r}")
     return mode, tuple(given)
 
 

@@ -1,4 +1,4 @@
-"""Resize and RandomResizedCrop of a batch: PIL images bit for bit as Pillow, tensors by the very call that torchvision makes."""
+"""Resize and RandomResizedCrop on a batch: PIL images bit for bit as Pillow, tensors as torchvision."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 from flatout.pipeline.pillow_resample import FILTERS, Box, resample
 
 TRIES = 10
-OF_PILLOW = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers for them
+OF_PILLOW = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's constants
 
 
 class Resampler(Protocol):
     def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
-        """[B, C, H, W] to [B, C, height, width], from a box for each image, or one for all."""
+        """Resample [B, C, H, W] to [B, C, height, width], with one box per image or one for all."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ class PillowResampler:
 
 @dataclass(frozen=True)
 class TensorResampler:
-    """``bytes_as_floats`` where torchvision converts bytes there and back; images of equal boxes go together."""
+    """Resampling as in torchvision. With ``bytes_as_floats``, it converts bytes to floats and back.
+
+    Images with equal boxes are resampled together.
+    """
 
     mode: str
     antialias: bool
@@ -64,7 +67,10 @@ class TensorResampler:
 
 @dataclass(frozen=True)
 class Resize(Operation):
-    """To this height and width; to this shorter side, the other one in proportion, with a bound for the longer one; or to this longer side."""
+    """Resize to a height and width, to a shorter side, or to a longer side.
+
+    A shorter side may come with a limit for the longer one.
+    """
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
     resampler: Resampler
@@ -81,7 +87,7 @@ class Resize(Operation):
         else:
             new_short, new_long = self.size[0], int(self.size[0] * long / short)
             if self.longest is not None and self.longest <= new_short:
-                raise ValueError(f"the longer side, {self.longest} at most, has to exceed the shorter one, {new_short}")
+                raise ValueError(f"the limit of the longer side, {self.longest}, must exceed the shorter side, {new_short}")
             if self.longest is not None and new_long > self.longest:
                 new_short, new_long = int(self.longest * new_short / new_long), self.longest
         height, width = (new_long, new_short) if shape.width <= shape.height else (new_short, new_long)
@@ -95,7 +101,7 @@ class Resize(Operation):
 
 @dataclass(frozen=True)
 class ResizedCrop(Operation):
-    """A box whose area and aspect are drawn, brought to one size. ``numbers`` are boxes."""
+    """Resize a box with random area and aspect ratio to a fixed size. ``numbers`` holds boxes."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
     resampler: Resampler
@@ -129,7 +135,7 @@ class ResizedCrop(Operation):
 
 
 def areas(words: Numbers, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Iterator[tuple[float, float]]:
-    """Up to ten areas and aspects, drawn as they are asked for. Logarithm and exponential are torch's, which round in their own way."""
+    """Yield up to ten areas and aspect ratios, drawn on demand, with torch's rounding of log and exp."""
     low, high = _logarithms(tuple(ratio))
     aspect = torch.empty(1)
     for _ in range(TRIES):
@@ -143,7 +149,7 @@ def _logarithms(ratio: tuple[float, ...]) -> list[float]:
 
 
 def interpolation_of(transform: Any) -> str:
-    """By its name, of whatever kind it was given as."""
+    """Return the name of a transform's interpolation, from a name, an enum or a number."""
     given = getattr(transform.interpolation, "value", transform.interpolation)
     return OF_PILLOW[given] if isinstance(given, int) else str(given)
 
@@ -158,19 +164,19 @@ def _resampler(transform: Any, form: Form, v2: bool) -> Resampler:
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32) and (smooth or name in ("nearest", "nearest-exact")):
         floats = form.dtype == torch.uint8 and (not v2 or (name == "bilinear" and not _bilinear_of_bytes()))
         return TensorResampler(name, smooth and bool(transform.antialias), floats)
-    raise Unknown(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches by the {name} filter")
+    raise Unknown(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter")
 
 
 def _pillow() -> int:
-    """The major version of the Pillow that is loaded, whose images are to be read."""
+    """Return the major version of the imported Pillow."""
     version = getattr(sys.modules.get("PIL"), "__version__", "none")
-    if not re.fullmatch(r"\d+(\.\d+)*", version):  # pillow-simd's are 9.5.0.post2 and alike, and its arithmetic is its own
-        raise Unknown(f"Pillow's version is {version}, whose way of resampling is not known")
+    if not re.fullmatch(r"\d+(\.\d+)*", version):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+        raise Unknown(f"flatout does not know how Pillow {version} resamples")
     return int(version.split(".")[0])
 
 
 def _bilinear_of_bytes() -> bool:
-    """Whether version 2 gives bytes to torch as they are."""
+    """Return whether v2 passes bytes to torch without conversion."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
 
 

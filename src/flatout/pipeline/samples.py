@@ -1,4 +1,4 @@
-"""The samples of one data set that are kept: filled as they are asked for, watched for changes."""
+"""The kept samples of one data set, filled on demand and monitored for changes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flatout.pipeline.source import fetched
 from flatout.pipeline.store import Store
 from flatout.pipeline.streams import put_back, same_states, states
 
-AT_A_TIME = 256  # samples that are fetched together when all are kept ahead
-WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later in every eighth
+AT_A_TIME = 256  # samples fetched together when all are kept ahead
+WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later every eighth
 CHANGED = "samples are no longer kept: the script has changed its data set"
 
 
 class KeptSamples:
-    """Raises Unknown, with the reason, from whatever finds that samples may not be kept any more.
+    """Kept samples. Methods raise Unknown with the reason if samples may no longer be kept.
 
-    ``shared``: loader workers fill the same store. ``own`` are the random generators of the data set.
+    With ``shared``, loader workers fill the same store. ``own`` holds the random generators of the data set.
     """
 
     def __init__(self, dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any]) -> None:
@@ -38,11 +38,11 @@ class KeptSamples:
         copy = aside(dataset)
         self.store: Store = proved_store(copy, lambda index: self._sample(copy, index), keep, shared, own)
         self.contents: Contents | None = Contents(dataset)
-        self._fetched = False  # whatever changes while a sample is fetched was changed by the data set's own code
+        self._fetched = False  # changes during a fetch are made by the data set's own code
         self._batches = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that starts from nothing: it reads the pipelines by itself, and looks at its own data set."""
+        """Return the state for a spawned worker, which reads the pipelines and its own data set again."""
         return {**vars(self), "pipelines": Pipelines(), "own": [], "contents": None}
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class KeptSamples:
             self._fill(missing[at:at + AT_A_TIME], self.dataset)
 
     def rows(self, indices: Sequence[Any], dataset: Any) -> Tensor | None:
-        """The rows of these samples, fetched from ``dataset`` and kept where they were not yet; None where one of them has no row."""
+        """Return the rows of these samples, fetching missing ones; None if one of them has no row."""
         if self.contents is not None and self.contents.changed():
             raise Unknown(CHANGED)
         self._fetched = True
@@ -78,17 +78,17 @@ class KeptSamples:
         return rows
 
     def remember(self) -> None:
-        """The data set should stay as it is now."""
+        """Record the current state of the data set."""
         if self.contents is not None:
             self.contents.remember()
 
     @property
     def has_changed(self) -> bool:
-        """Whether the data set is not, or may not be, what samples were kept of."""
+        """Return whether the data set has changed, or may have, since samples were kept."""
         return self.contents is None or self.contents.changed()
 
     def pipelines_are(self, signature: Any, pipelines: Pipelines) -> bool:
-        """In a worker: whether samples can be replayed with these pipelines, as with those that have this signature."""
+        """In a worker, return whether these pipelines have this signature and can replay the samples."""
         self.pipelines = pipelines
         return bool(pipelines.signature() == signature)
 
@@ -103,13 +103,13 @@ class KeptSamples:
             with recording(keeping):
                 sample = fetched(dataset, [index])[0]
         except Exception as error:
-            if keeping.answered:  # the data set's code was given something that is no image yet
+            if keeping.answered:  # the data set's code got an image that is not computed yet
                 raise Unknown("the data set looks at images whose random numbers are drawn with their batch") from error
             raise
         return keeping.sample(sample)
 
     def _holds(self, index: int) -> bool:
-        """Whether the store has this sample as it is fetched now."""
+        """Return whether the store holds this sample as it is fetched now."""
         before = states(self.own)
         try:
             same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(before, states(self.own))
@@ -131,7 +131,7 @@ class KeptSamples:
             raise Unknown(f"samples are no longer kept: {why}") from why
 
     def _watch(self, index: int, dataset: Any) -> None:
-        """Fetch one of the kept samples again: data may change."""
+        """Fetch one of the kept samples again, to detect changes."""
         before = states(self.own)
         try:
             sample = self._sample(dataset, index)
@@ -140,13 +140,13 @@ class KeptSamples:
             raise Unknown(f"samples are no longer kept: {why}") from why
         if not same_states(before, states(self.own)):
             put_back(before)
-            raise Unknown("samples are no longer kept: fetching one of them draws random numbers now")
+            raise Unknown("samples are no longer kept: fetching one of them now draws random numbers")
         if not self.store.holds(index, sample):
             raise Unknown("samples are no longer kept: one of them has changed")
 
 
 def opened(dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool) -> KeptSamples:
-    """A place for samples that have proved that they may be kept: with what is left to do, or (``raw``) as they come out. Raises Unknown."""
+    """Open a store of samples with remaining calls, or (``raw``) as returned. Raises Unknown."""
     try:
         return KeptSamples(dataset, keep, pipelines, shared, own)
     except Unknown:

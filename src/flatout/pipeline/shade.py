@@ -1,6 +1,7 @@
-"""Brightness, contrast, saturation and grey for a batch, a factor an image: three arithmetics that differ in where they round.
+"""Brightness, contrast, saturation and grey for a batch, with one factor per image.
 
-Images are float32 [B, C, H, W]; those of bytes hold whole numbers before and after. Factors are float32 [B].
+Three implementations differ in where they round. Images are float32 [B, C, H, W]; byte images hold whole
+numbers before and after. Factors are float32 [B].
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 from flatout.pipeline.division import divided
 from flatout.pipeline.hue import turn_bytes, turn_tensor
 
-EXACT_SUM = 2**24  # whole numbers up to here are added in float32 without rounding, in any order
+EXACT_SUM = 2**24  # float32 adds whole numbers up to here exactly, in any order
 
 
 class Shade(Protocol):
-    """One arithmetic. An image of one channel keeps its saturation and its hue."""
+    """One implementation. Images of one channel keep their saturation and hue."""
 
     def grey(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] to [B, 1, H, W]."""
+        """Convert [B, 3, H, W] to [B, 1, H, W]."""
 
     def brightness(self, images: Tensor, factors: Tensor) -> Tensor: ...
 
@@ -38,10 +39,10 @@ def _wide(factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PillowShade:
-    """Bytes as Pillow's ImageEnhance does them: Blend.c goes from the degenerate image towards the given one and cuts the fraction."""
+    """Bytes as in Pillow's ImageEnhance: Blend.c interpolates from the degenerate image and truncates."""
 
     def grey(self, images: Tensor) -> Tensor:
-        """Convert.c's L24. Its sums stay below 2**24, so float32 holds them."""
+        """Convert as L24 of Convert.c. Its sums stay below 2**24, so float32 is exact."""
         red, green, blue = images.unbind(1)
         sums = red.mul(19595.0).add_(green, alpha=38470.0).add_(blue, alpha=7471.0).add_(0x8000)
         return sums.mul_(2.0**-16).floor_().unsqueeze(1)
@@ -67,10 +68,10 @@ class PillowShade:
 
 @dataclass(frozen=True)
 class TensorShade:
-    """Tensors as torchvision's functional does them. ``bytes`` stands for uint8, whose results lose their fraction after each step."""
+    """Tensors as in torchvision's functional. ``bytes`` means uint8, which truncates after each step."""
 
     bytes: bool
-    v2: bool  # multiplies and adds with a single rounding where v1 rounds twice
+    v2: bool  # multiplies and adds with one rounding, where v1 rounds twice
 
     @property
     def bound(self) -> int:
@@ -92,7 +93,7 @@ class TensorShade:
         grey = images if images.shape[1] == 1 else self.grey(images)
         if self.bytes and grey[0].numel() * 255 <= EXACT_SUM:
             mean = grey.mean(dim=(1, 2, 3))
-        else:  # a sum that rounds is the same only where it is taken alike, over one image
+        else:  # a sum that rounds is the same only if taken the same way, over one image
             mean = torch.stack([torch.mean(each, dim=(-3, -2, -1)) for each in grey])
         return self._blend(images, _wide(mean).expand_as(grey), factors)
 
@@ -110,7 +111,7 @@ class TensorShade:
     def _blend(self, images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:
         blended = images.mul(_wide(factors))
         rest = 1.0 - factors.double()
-        if self.v2:  # torch.add fuses its alpha, a number, on machines that can; hence a call an image
+        if self.v2:  # torch.add fuses a scalar alpha if the CPU can; hence one call per image
             for row, image, alpha in zip(blended, degenerate, rest.tolist(), strict=True):
                 row.add_(image, alpha=alpha)
         else:

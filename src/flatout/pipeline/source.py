@@ -1,4 +1,4 @@
-"""What stands in the place of a loader's data set, and which loaders leave that place to nobody."""
+"""Objects that replace the data set of a loader, and the loaders for which this is not possible."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatout.pipeline.streams import WorkerStreams
 
 
 class Source:
-    """A feed in the data set's place; to everybody but torch's fetcher it is the data set.
+    """Replaces the data set with a feed. All code except torch's fetcher sees the data set.
 
-    With streams, the random numbers are those that loader workers would have drawn.
+    With streams, the random numbers are those of loader workers.
     """
 
     def __init__(self, dataset: Any, batch_of: Callable[[Any], Any], streams: WorkerStreams | None) -> None:
@@ -35,7 +35,7 @@ class Source:
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
 
-    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset, in a worker's init function
+    def __getattr__(self, name: str) -> Any:  # for get_worker_info().dataset in a worker's init function
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -46,7 +46,7 @@ class Source:
 
 
 class Box:
-    """A sample of a stream on its way to collation: taken out of its box, it lies in no list of torch's."""
+    """Wraps a sample of a stream until collation, so that no list of torch's keeps it afterwards."""
 
     __slots__ = ("_sample",)
 
@@ -59,7 +59,7 @@ class Box:
 
 
 class StreamSource(Source):
-    """A feed in the place of an IterableDataset: ``batch_of`` answers an iterator over boxes."""
+    """Replaces an IterableDataset with a feed. ``batch_of`` returns an iterator over boxes."""
 
     def __iter__(self) -> Iterator[Box]:
         boxes: Iterator[Box] = vars(self)["_batch_of"](self._dataset)
@@ -72,32 +72,32 @@ class StreamSource(Source):
 def cannot_feed(loader: Any) -> str:
     dataset = loader.dataset
     if is_pipe(dataset):
-        return "the data set is a DataPipe, which torch iterates over in its own way"
+        return "the data set is a DataPipe, which torch iterates over differently"
     if loader.batch_sampler is None:
         return "the DataLoader has batch_size=None, so the data set makes its batches itself"
     return ""
 
 
 def cannot_keep(loader: Any) -> str:
-    """Why samples of this loader have no index under which they could be kept."""
+    """Return why samples of this loader cannot be kept by index, or an empty string."""
     if is_stream(loader.dataset):
-        return "the data set is an IterableDataset, which hands out its samples in an order of its own"
+        return "the data set is an IterableDataset, which yields its samples in its own order"
     if not hasattr(loader.dataset, "__len__"):
         return "the data set has no length"
     return ""
 
 
 def is_stream(dataset: Any) -> bool:
-    """An IterableDataset inherits a ``__getitem__`` that only raises."""
+    """Return whether a data set is iterable-style. An IterableDataset inherits a raising ``__getitem__``."""
     return not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
 
 
 def is_pipe(dataset: Any) -> bool:
-    """A pipe is sharded by its iterator."""
+    """Return whether a data set is a DataPipe, which its iterator shards."""
     return any(kind.__name__ in ("IterDataPipe", "MapDataPipe") for kind in type(dataset).__mro__)
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
-    """The samples as torch's fetcher takes them from a map-style data set."""
+    """Fetch samples from a map-style data set as torch's fetcher does."""
     together = getattr(dataset, "__getitems__", None)
     return together(indices) if together else [dataset[index] for index in indices]

@@ -1,7 +1,7 @@
-"""Samples that are kept: one column for each number, tensor or image of a sample, a row for each sample.
+"""Kept samples in columns: one column for each number, tensor or image of a sample, one row for each sample.
 
-A batch is then a gather in each column, and what comes out is what torch's default collation would have made of the samples.
-Columns lie in shared memory where loader workers fill them, or in a file that is mapped into memory.
+A batch is a gather in each column, with the same result as torch's default collation of the samples. Columns
+are in shared memory if loader workers fill them, or in a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: t
 
 @dataclass(frozen=True)
 class Constant:
-    """Part of a sample that must be the same in all of them, and takes no column."""
+    """A part of a sample that must be the same in all samples and needs no column."""
 
     number: int = 0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Stands in the template of a sample for the value in a column."""
+    """Stands for the value of a column in the template of a sample."""
 
     column: int
     kind: str  # tensor, array, number, scalar (numpy's) or pil (as [C, H, W])
@@ -45,7 +45,7 @@ class Cell:
 
 
 def template_of(sample: Any) -> tuple[Any, list[Cell]]:
-    """The sample with its values replaced by cells. Raises Unknown where it holds something that cannot be kept exactly."""
+    """Return the sample with cells as values. Raises Unknown if a value cannot be kept exactly."""
     cells: list[Cell] = []
 
     def cell(value: Any) -> Any:
@@ -59,12 +59,12 @@ def template_of(sample: Any) -> tuple[Any, list[Cell]]:
 
 
 def encoded(value: Any) -> tuple[str, Tensor, Any]:
-    """Kind, the value as a tensor, and what else is needed to make it again."""
+    """Return the kind, the value as a tensor, and the detail needed to rebuild it."""
     if type(value) in SCALARS:
         try:
             return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
         except (OverflowError, RuntimeError, ValueError) as error:
-            raise Unknown(f"a sample holds the number {value}") from error
+            raise Unknown(f"a sample holds the number {value}, which cannot be kept") from error
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad and not value.is_quantized:
         return "tensor", value, None
     module, name = type(value).__module__.split(".")[0], type(value).__name__
@@ -74,19 +74,19 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
         try:
             return ("array" if name == "ndarray" else "scalar"), torch.from_numpy(numpy.array(value)), None
         except TypeError as error:
-            raise Unknown(f"a sample holds an array of {value.dtype}") from error
-    # An image that is still bound to its file has more to tell than its pixels.
+            raise Unknown(f"a sample holds an array of {value.dtype}, which cannot be kept") from error
+    # An image that is still bound to its file has data beyond its pixels.
     form = form_of(value)
     if form is not None and form.kind == "pil" and type(value).__module__ == "PIL.Image" and name == "Image" and not value.info:
         import numpy
 
         pixels = torch.from_numpy(numpy.array(value))
         return "pil", pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1), value.mode
-    raise Unknown(f"a sample holds a {name}")
+    raise Unknown(f"a sample holds a {name}, which cannot be kept")
 
 
 def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
-    """The same structure of tuples, lists and dictionaries, with its values changed."""
+    """Return the same structure of tuples, lists and dictionaries with changed values."""
     if depth > DEEPEST:
         raise Unknown("a sample is nested too deeply")
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
@@ -105,7 +105,7 @@ def values_of(sample: Any) -> list[Any]:
 
 
 def _match(template: Any, sample: Any, values: list[Any]) -> None:
-    """Append the values of a sample that has the template's structure. Raises Unknown where it has another."""
+    """Append the values of a sample. Raises Unknown if its structure differs from the template's."""
     kind = type(template)
     if kind is Cell:
         if isinstance(sample, Constant):
@@ -117,13 +117,13 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
             raise Unknown("samples come through different pipelines")
         return
     if type(sample) is not kind or len(sample) != len(template) or (kind is dict and sample.keys() != template.keys()):
-        raise Unknown("samples are not alike")
+        raise Unknown("samples differ in their structure")
     for key in template if kind is dict else range(len(template)):
         _match(template[key], sample[key], values)
 
 
 def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
-    """The values of one column as a tensor [B, ...]. Raises Unknown where one is not what the cell says."""
+    """Return the values of one column as a tensor [B, ...]. Raises Unknown if one does not match the cell."""
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
@@ -141,7 +141,10 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
 
 
 class Store:
-    """Rows for the first ``rows`` samples of a data set, like the one given. Raises Unknown where samples like it cannot be kept."""
+    """Rows for the first ``rows`` samples of a data set.
+
+    Raises Unknown if samples like the given one cannot be kept.
+    """
 
     def __init__(self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None) -> None:
         self.template, self.cells = template_of(sample)
@@ -161,31 +164,31 @@ class Store:
         shape = (self.rows, *cell.shape)
         count = torch.Size(shape).numel()
         if folder is not None and count:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:  # mapped; its name may go
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:  # mapped, so its name may be removed
                 file.truncate(count * cell.dtype.itemsize)
                 return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
         column = torch.empty(shape, dtype=cell.dtype)
         return column.share_memory_() if shared else column
 
     def has(self, indices: Tensor) -> bool:
-        """Whether all of these rows [B] are there."""
+        """Return whether all of these rows [B] are filled."""
         return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
 
     @property
     def full(self) -> bool:
-        """Whether every sample is there."""
+        """Return whether every sample is kept."""
         self._full = self._full or (self.rows == self.length and bool(self.filled.all()))
         return self._full
 
     def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
-        """Keep samples. Raises Unknown where one of them is not like the first."""
+        """Keep samples. Raises Unknown if one of them differs in structure from the first."""
         at = torch.tensor(indices)
         for column, values in zip(self.columns, self._encode(samples), strict=True):
             column[at] = values
         self.filled[at] = True
 
     def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
-        """Column by column the values of these samples."""
+        """Return the values of these samples, column by column."""
         rows: list[list[Any]] = []
         for sample in samples:
             rows.append([])
@@ -193,11 +196,11 @@ class Store:
         return [_together(cell, [row[at] for row in rows]) for at, cell in enumerate(self.cells)]
 
     def move_to(self, device: torch.device) -> None:
-        """Gather from there from now on. Every row must have been put before."""
+        """Move the columns to a device. All rows must be filled."""
         self.columns = [column.to(device) for column in self.columns]
 
     def holds(self, index: int, sample: Any) -> bool:
-        """Whether the row is this sample, bit for bit."""
+        """Return whether the row equals this sample, bit for bit."""
         try:
             columns = self._encode([sample])
         except Unknown:
@@ -205,13 +208,13 @@ class Store:
         return all(same_bits(column[index].cpu(), values[0]) for column, values in zip(self.columns, columns, strict=True))
 
     def gather(self, indices: Tensor) -> list[Tensor]:
-        """For each column its rows [B, ...], where the columns are."""
+        """Return the rows [B, ...] of each column, on the device of the columns."""
         device = self.columns[0].device if self.columns else indices.device
         indices = indices.to(device, non_blocking=True)
         return [column.index_select(0, indices) for column in self.columns]
 
     def samples(self, indices: Tensor) -> list[Any]:
-        """Samples as they were put, one by one."""
+        """Return the samples in their original form."""
         gathered = self.gather(indices)
 
         def made(row: int) -> Any:

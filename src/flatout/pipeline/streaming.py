@@ -1,4 +1,7 @@
-"""Batches of an IterableDataset: nothing of it can be fetched twice, so its pipelines are read from the plain calls of the first batch."""
+"""Batches of an IterableDataset.
+
+It cannot be fetched twice, so its pipelines are read from the plain calls of the first batch.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from flatout.pipeline.source import Box
 
 
 class Stream:
-    """Samples in boxes, and their collation. Random numbers are drawn as each transform is called: the plain order cannot be tried again."""
+    """Samples in boxes, and their collation. Each transform draws when called: no retry is possible."""
 
     def __init__(self, following: Following, collate: Callable[[Any], Any]) -> None:
         self._following = following
         self._collate = collate
-        self._recorder: Deferring | Observer | None = None  # of the batch that is being fetched
+        self._recorder: Deferring | Observer | None = None  # of the current batch
         self._started = False
         following.at_once = True
 

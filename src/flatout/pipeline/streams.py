@@ -1,4 +1,4 @@
-"""The random generators that samples may be drawn from, put aside and put back: torch's on the CPU, numpy's, Python's, a data set's own."""
+"""Saves and restores the random generators of samples: torch's (CPU), numpy's, Python's, the data set's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 DEEPEST = 6
-MANY = 64  # what lies in longer lists is data
-MOST = 4096  # objects that are looked at
+MANY = 64  # entries of longer lists are data
+MOST = 4096  # most objects inspected
 
 
 def states(own: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
-    """Where the generators of the process stand, and these of a data set's `own_generators`."""
+    """Return the states of the process's generators and of a data set's `own_generators`."""
     numpy: Any = sys.modules.get("numpy")
     kept = [(generator, _state_of(generator)) for generator in own]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, kept
@@ -49,7 +49,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def untouched(own: Sequence[Any] = ()) -> Iterator[None]:
-    """Whatever is drawn inside, the program's random numbers go on as if nothing had been."""
+    """Restore the random generators on exit, so that draws inside do not affect the program."""
     kept = states(own)
     try:
         yield
@@ -58,7 +58,7 @@ def untouched(own: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def own_generators(thing: Any) -> list[Any]:
-    """Generators that a data set holds itself, that its transforms hold, or that their code names in its module."""
+    """Return the generators held by a data set or its transforms, or named by their code in its module."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
 
@@ -78,7 +78,7 @@ def own_generators(thing: Any) -> list[Any]:
                 look(part, depth + 1)
         elif hasattr(value, "__func__"):
             look(value.__func__, depth)
-            look(getattr(value, "__self__", None), depth + 1)  # a classmethod that is not bound yet has none
+            look(getattr(value, "__self__", None), depth + 1)  # an unbound classmethod has none
         elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)) and type(value).__module__ != "builtins":
             for part in list(vars(value).values()):
                 look(part, depth + 1)
@@ -125,11 +125,12 @@ def _set_state_of(generator: Any, state: Any) -> None:
 
 
 class WorkerStreams:
-    """The generators that loader workers would have in one epoch: worker k draws batches k, k + n, k + 2 n, ...
+    """The generators of loader workers in one epoch: worker k draws batches k, k + n, k + 2 n, ...
 
-    Worker k seeds torch and ``random`` with the epoch's base seed plus k, and numpy with what torch's own worker makes of the two
-    (torch/utils/data/_utils/worker.py); a generator of the data set's own it has as a copy of what it was when the epoch began.
-    Used by fewer workers, or by none, each of which makes every batch of the streams it has.
+    Worker k seeds torch and ``random`` with the epoch's base seed plus k. It seeds numpy with torch's own
+    function of the two (torch/utils/data/_utils/worker.py). A data set's own generator is a copy of its state
+    at the start of the epoch. Fewer workers, or none, use these streams, and each makes every batch of its
+    streams.
     """
 
     def __init__(self, workers: int, base_seed: int, dataset: Any) -> None:
@@ -149,7 +150,7 @@ class WorkerStreams:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """For the next batch the process draws from the generators of the worker whose turn it is."""
+        """Draw the next batch from the generators of the worker whose turn it is."""
         here = torch.utils.data.get_worker_info()
         if self._process != os.getpid():
             self._begin()
@@ -166,43 +167,49 @@ class WorkerStreams:
 
 
 def can_stand_in(workers: int, asked: int) -> bool:
-    """Whether so many workers can draw what those asked for would draw: each then has whole streams of random numbers."""
+    """Return whether fewer workers can reproduce the draws of those asked for, each with whole streams."""
     return workers < asked and (workers == 0 or asked % workers == 0)
 
 
 def seeds_itself(loader: Any) -> bool:
-    """Whether what the workers of this DataLoader draw cannot be drawn for them."""
+    """Return whether the draws of this DataLoader's workers cannot be reproduced for them."""
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 
 
 def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
-    """Whether an order of samples comes from the script's own code, or is drawn little by little from a generator of the script's:
-    what is drawn meanwhile may depend on it, or it on what was trained."""
+    """Return whether the sample order comes from the script's code or is drawn step by step.
+
+    If the script's generator draws it step by step, other draws may depend on the order, or the order on the
+    training.
+    """
     return bool(own_order(sampler, batch_sampler))
 
 
 def own_order(sampler: Any, batch_sampler: Any) -> str:
-    """The class of the sampler that such an order comes from; empty where it is plain."""
+    """Return the class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
     return next((type(each).__name__ for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
                  if (type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.")) or _draws_as_it_goes(each)), "")
 
 
 def _draws_as_it_goes(sampler: Any) -> bool:
-    """A RandomSampler with replacement, or of more samples than there are, asks a generator that it was given again and again."""
+    """Return whether a RandomSampler draws repeatedly from its own generator.
+
+    It does with replacement, or for more samples than the data set has.
+    """
     if type(sampler) is not torch.utils.data.RandomSampler or sampler.generator is None:
         return False
     return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
 
 
 def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a DataLoader, with nothing left that only workers understand."""
+    """Return the arguments of a DataLoader without those that only apply to workers."""
     only_for_workers = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
     return {**{name: value for name, value in arguments.items() if name not in only_for_workers}, "num_workers": 0}
 
 
 def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
-    """The states of torch, ``random`` and numpy, made beside the process's own: seeding those would seed every device as well."""
+    """Return seeded states of torch, ``random`` and numpy. Seeding the process would seed devices too."""
     from torch.utils.data._utils.worker import _generate_state
 
     numpy: Any = sys.modules.get("numpy")

@@ -1,6 +1,7 @@
-"""Fixed changes of tone that are done to an image or not: invert, posterize, solarize, autocontrast, equalize, sharpen. Bit for bit.
+"""Fixed tone changes with a probability: invert, posterize, solarize, autocontrast, equalize, sharpen.
 
-Pillow does the first five by a table of 256 entries a channel; the same whole numbers come out of the arithmetic here.
+Results are bit for bit those of torchvision. Pillow computes the first five with a table of 256 entries per
+channel; the arithmetic here gives the same integers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 
 @dataclass(frozen=True)
 class Tone(Operation):
-    """Values only: shape and form stay."""
+    """Base of operations that change values, but not shape or form."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
     def shape(self, shape: Shape) -> Shape:
         if shape.channels not in (1, 3):
-            raise ValueError(f"{type(self).__name__} is for images of 1 or 3 channels, not of {shape.channels}")
+            raise ValueError(f"{type(self).__name__} supports images with 1 or 3 channels, not {shape.channels}")
         return shape
 
 
@@ -55,7 +56,7 @@ class Solarize(Tone):
 
 @dataclass(frozen=True)
 class Autocontrast(Tone):
-    """``arithmetic``: "pil" (ImageOps, in double precision, the fraction cut), "v1" or "v2" (functional, in single precision)."""
+    """``arithmetic``: "pil" (ImageOps, double precision, truncated), "v1" or "v2" (single precision)."""
 
     arithmetic: str
 
@@ -67,7 +68,7 @@ class Autocontrast(Tone):
         flat = spread == 0
         lowest = lowest.masked_fill(flat, 0)
         if pillow:
-            scale = torch.full_like(spread, 255.0).div_(spread).masked_fill(flat, 1)  # a number by a tensor would be a reciprocal's product
+            scale = torch.full_like(spread, 255.0).div_(spread).masked_fill(flat, 1)  # number / tensor would multiply by a reciprocal
             stretched = images.double().mul_(scale).add_(-lowest * scale)
         elif self.arithmetic == "v1":
             stretched = images.sub(lowest).mul_((bound / spread).masked_fill(flat, 1))
@@ -78,7 +79,7 @@ class Autocontrast(Tone):
 
 @dataclass(frozen=True)
 class Equalize(Tone):
-    """Bytes: each value becomes the part of pixels that lie below it, in steps of a 255th of all but the brightest."""
+    """Bytes: each value becomes the share of pixels below it, in steps of 1/255 of the non-brightest."""
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         batch, channels, height, width = images.shape
@@ -95,10 +96,13 @@ class Equalize(Tone):
 
 @dataclass(frozen=True)
 class Sharpen(Tone):
-    """Bytes: away from (or towards, below 1) the mean of 3 x 3 pixels, where the middle one counts five times. The rim stays."""
+    """Bytes: move away from (or below 1, towards) the mean of 3 x 3 pixels. The middle counts five times.
+
+    The border does not change.
+    """
 
     factor: float
-    arithmetic: str  # as Autocontrast has it
+    arithmetic: str  # as in Autocontrast
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         if min(images.shape[2:]) < 3:
@@ -108,7 +112,7 @@ class Sharpen(Tone):
         rows = floats[:, :, :-2] + floats[:, :, 1:-1] + floats[:, :, 2:]
         inside = floats[:, :, 1:-1, 1:-1]
         sums = inside.mul(4.0).add_(rows[..., :-2]).add_(rows[..., 1:-1]).add_(rows[..., 2:])
-        # A 13th of a whole number is never near half way between two, so the rounding of the mean does not depend on how it is taken.
+        # A 13th of an integer is never close to a tie, so the mean rounds the same in every method.
         smooth[:, :, 1:-1, 1:-1] = sums.div_(13).round_()
         if self.arithmetic == "pil":
             sharp = (floats - smooth).mul_(self.factor).add_(smooth)
@@ -124,7 +128,7 @@ def _arithmetic(transform: Any, form: Form, v2: bool, floats: bool = True) -> st
         return "pil"
     if form.kind == "tensor" and (form.dtype == torch.uint8 or (floats and form.dtype == torch.float32)):
         return "v2" if v2 else "v1"
-    raise Unknown(f"{type(transform).__name__} is not done in batches to {form.mode or form.dtype} images ({form.kind})")
+    raise Unknown(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind})")
 
 
 def _reader(v2: bool, change: Callable[[Any, Form, bool], Operation]) -> Reader:
@@ -143,15 +147,15 @@ def _invert(transform: Any, form: Form, v2: bool) -> Operation:
 def _posterize(transform: Any, form: Form, v2: bool) -> Operation:
     _arithmetic(transform, form, v2, floats=v2)
     if not isinstance(transform.bits, int) or not 1 <= transform.bits <= 8:
-        raise Unknown(f"posterizing to {transform.bits} bits: 1 to 8 are done in batches")
+        raise Unknown(f"it posterizes to {transform.bits} bits, and batches support 1 to 8")
     return Posterize(transform.bits)
 
 
 def _solarize(transform: Any, form: Form, v2: bool) -> Operation:
     if _arithmetic(transform, form, v2) == "pil":
-        return Solarize(float(math.ceil(transform.threshold)))  # Pillow compares whole numbers with it, in double precision
+        return Solarize(float(math.ceil(transform.threshold)))  # Pillow compares integers with it, in double precision
     if transform.threshold > (255 if form.dtype == torch.uint8 else 1):
-        raise Unknown(f"torchvision refuses the threshold {transform.threshold} for {form.dtype}")
+        raise Unknown(f"torchvision rejects the threshold {transform.threshold} for {form.dtype}")
     return Solarize(transform.threshold)
 
 
@@ -165,10 +169,10 @@ def _equalize(transform: Any, form: Form, v2: bool) -> Operation:
 
 
 def _sharpen(transform: Any, form: Form, v2: bool) -> Operation:
-    """Of floats the convolution's rounding depends on how many images it is given."""
+    """Read RandomAdjustSharpness. Floats are unsupported: their rounding depends on the batch size."""
     arithmetic = _arithmetic(transform, form, v2, floats=False)
     if arithmetic != "pil" and transform.sharpness_factor < 0:
-        raise Unknown(f"torchvision refuses the sharpness {transform.sharpness_factor}")
+        raise Unknown(f"torchvision rejects the sharpness {transform.sharpness_factor}")
     return Sharpen(transform.sharpness_factor, arithmetic)
 
 

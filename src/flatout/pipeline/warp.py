@@ -1,6 +1,7 @@
-"""Images looked up through an affine map each, as Pillow does it to bytes and torchvision to tensors. Bit for bit.
+"""Affine warps with one map per image, as Pillow does for bytes and torchvision for tensors, bit for bit.
 
-``maps`` [B, 6], in float64, lead from a place of the result to one of the image: x' = ax + by + c, y' = dx + ey + f.
+``maps`` [B, 6], in float64, lead from a position in the result to one in the image: x' = ax + by + c, y' = dx
++ ey + f.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-FARTHEST = 32768.0  # what 16.16 fixed point can hold
+FARTHEST = 32768.0  # the limit of 16.16 fixed point
 
 
 class Warp(Protocol):
     def __call__(self, images: Tensor, maps: Tensor) -> Tensor:
-        """[B, C, H, W] to the same."""
+        """Warp [B, C, H, W] to the same shape."""
 
 
 @dataclass(frozen=True)
 class PillowWarp:
-    """Pillow's Geometry.c: the nearest pixel in fixed point (or in steps added up, where that cannot be), bilinear in double precision.
+    """Pillow's Geometry.c: nearest in fixed point (or with accumulated steps), bilinear in double precision.
 
-    ``fill`` has a number for each channel, or one for all. Sums are rounded after each product, as C does where it does not contract.
+    ``fill`` has one number per channel, or one for all. Sums are rounded after each product, as in C without
+    contraction.
     """
 
     bilinear: bool
@@ -65,14 +67,14 @@ def _mixed(first: Tensor, second: Tensor, part: Tensor) -> Tensor:
 
 
 def _at(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Pixels at these places [B, H, W], or the closest ones of the rim."""
+    """Return the pixels at these positions [B, H, W], clamped to the border."""
     height, width = images.shape[2:]
     at = y.clamp(0, height - 1).mul_(width).add_(x.clamp(0, width - 1)).long().flatten(1)
     return images.flatten(2).gather(2, at.unsqueeze(1).expand(-1, images.shape[1], -1)).view(images.shape)
 
 
 def _holds_fixed(maps: Tensor, height: int, width: int) -> Tensor:
-    """Whether fixed point is used: there is a turn or shear, and no corner lies too far away."""
+    """Return whether fixed point is used: there is a rotation or shear, and no corner is too far away."""
     a, b, c, d, e, f = maps.unbind(1)
     near = torch.ones(len(maps), dtype=torch.bool)
     for x, y in ((0, 0), (width, height), (0, height), (width, 0)):
@@ -93,7 +95,7 @@ def _fixed(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _added(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Steps added up one after another, along the first column and then along each line, with the rounding that this brings."""
+    """Accumulate the steps along the first column and then along each line, with the resulting rounding."""
     a, b, c, d, e, f = maps.unbind(1)
     x = _from(_from(c + b * 0.5 + a * 0.5, b, height), a.unsqueeze(1), width)
     y = _from(_from(f + e * 0.5 + d * 0.5, e, height), d.unsqueeze(1), width)
@@ -107,7 +109,7 @@ def _from(start: Tensor, step: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorWarp:
-    """torchvision's grid_sample; its maps are about the middle of the image. ``fill`` None leaves zeros outside, without a mask."""
+    """torchvision's grid_sample, with maps about the image centre. ``fill`` None leaves zeros outside."""
 
     mode: str
     fill: tuple[float, ...] | None
@@ -132,7 +134,7 @@ class TensorWarp:
 
 
 def _grids(maps: Tensor, height: int, width: int) -> Tensor:
-    """[B, H, W, 2]. A product for each image: what a product of many rounds to is the library's affair."""
+    """Return the grids [B, H, W, 2], with one product per image: a joint product may round differently."""
     places = torch.empty(1, height, width, 3)
     places[..., 0] = torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, steps=width)
     places[..., 1] = torch.linspace((1.0 - height) * 0.5, (height - 1.0) * 0.5, steps=height).unsqueeze(1)

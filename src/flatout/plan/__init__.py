@@ -1,4 +1,7 @@
-"""Room 0: the words of flatout. Standard library only; tomlkit is imported when a Plan is written."""
+"""Shared types of flatout: plans, records, errors.
+
+Standard library only; writing a Plan also imports tomlkit.
+"""
 
 from flatout.plan.errors import (
     FlatoutError,

@@ -1,4 +1,4 @@
-"""What `flatout batch` saw: throughput and memory against batch size, and the gradient noise scale."""
+"""Records of `flatout batch`: throughput and memory by batch size, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ BATCH_SCHEMA = 1
 
 @dataclass
 class BatchPoint(Record):
-    """One batch size. Times and samples are of one optimizer step, as the program does it with this many samples a batch.
+    """Measurements at one batch size. Times and samples are per optimizer step.
 
-    ``status`` is ``measured``, ``too big`` (it ran, or would, and leaves no margin), ``out of memory``, ``no such batch`` (larger than the data set),
-    ``failed`` or ``no time``; ``why`` says it in a sentence where it is not ``measured``. ``speed`` is samples/s against the program's own size.
+    ``status`` is one of:
 
-    ``kept_speed`` is computed, not measured: the program's own effective batch, made of micro-batches of this size and one update.
+    * ``measured``
+    * ``too big``: it runs, or would, but leaves no memory margin
+    * ``out of memory``
+    * ``no such batch``: larger than the dataset
+    * ``failed``
+    * ``no time``
+
+    ``why`` explains every status except ``measured``. ``speed`` is samples/s relative to the program's own
+    size.
+
+    ``kept_speed`` is computed, not measured: the program's own effective batch, made of micro-batches of this
+    size and one update.
     """
 
     size: int
@@ -41,7 +51,11 @@ class BatchPoint(Record):
 
 @dataclass
 class NoiseSeen(Record):
-    """``value``, ``low`` and ``high`` are samples, or batches of the program's own where ``batch`` is None. A bound that is None is not known from above."""
+    """The gradient noise scale.
+
+    ``value``, ``low`` and ``high`` are in samples, or in the program's own batches if ``batch`` is None.
+    A bound of None means that there is no known upper bound.
+    """
 
     step: int = 0
     batch: int | None = None
@@ -56,10 +70,12 @@ class NoiseSeen(Record):
 
 @dataclass
 class BatchRecord(ProgramRecord):
-    """``own`` is the size of the program's own training loader, ``effective`` how many samples one of its optimizer steps takes.
+    """Result of `flatout batch`.
 
-    ``best`` is the size with the most samples/s of those that fit; ``enough`` the smallest one that is within a few per cent of it, with an interval.
-    ``kept_best`` is the micro-batch that is fastest where the effective batch stays the program's own.
+    ``own`` is the batch size of the program's training loader, ``effective`` the samples per optimizer step.
+    ``best`` is the size with the most samples/s that fits. ``enough`` is the smallest size within a few per
+    cent of it, with an interval. ``kept_best`` is the fastest micro-batch at the program's own effective
+    batch.
     """
 
     schema: int = BATCH_SCHEMA
@@ -69,10 +85,10 @@ class BatchRecord(ProgramRecord):
     effective: int | None = None
     dataset_samples: int | None = None
     limit_bytes: int | None = None
-    limit: str = ""  # whose limit that is
+    limit: str = ""  # source of the limit
     points: list[BatchPoint] = field(default_factory=list)
     why_no_curve: str = ""
-    again: Ratio | None = None  # the program's own size against itself, in other processes
+    again: Ratio | None = None  # the program's own size measured again, in other processes
     best: int | None = None
     enough: int | None = None
     enough_low: int | None = None
@@ -83,7 +99,7 @@ class BatchRecord(ProgramRecord):
 
     @property
     def knee(self) -> int | None:
-        """``enough``, where larger sizes were measured that show it."""
+        """Return ``enough`` if a larger size was measured, else None."""
         return self.enough if self.enough is not None and any(point.fits and point.speed and point.size > self.enough for point in self.points) else None
 
     def point(self, size: int | None) -> BatchPoint | None:

@@ -1,6 +1,7 @@
-"""What this machine can do at most, as it was measured: the roofs that a step is held against.
+"""Measured performance ceilings of a machine, the basis of rooflines.
 
-Figures are per second (FLOPs, bytes) or seconds, as the end of their name says. A figure that could not be had has no value, and says why.
+The suffix of a name gives its unit: per second (FLOPs, bytes) or seconds. An unavailable figure has no value
+and a note that says why.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from flatout.plan.records import Record
 
 CEILINGS_SCHEMA = 1
 
-# The names, in the order in which they are measured and shown. "tf32" is float32 data multiplied by Tensor Cores.
+# In the order in which they are measured and shown. "tf32" is float32 data multiplied by Tensor Cores.
 MATMUL_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 NAMES = (
     *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),  # a multiplication and an addition are two
@@ -29,11 +30,13 @@ NAMES = (
 
 @dataclass
 class Ceiling(Record):
-    """One figure: of a rate the best of ``n`` repetitions, of a time their median; ``low`` and ``high`` are the quartiles of all.
+    """One measured ceiling.
 
-    ``value`` is None where it was not run, and ``note`` says why.
+    ``value`` is the best of ``n`` repetitions for a rate and their median for a time. ``low`` and ``high``
+    are the quartiles. ``value`` is None if the benchmark did not run; ``note`` says why.
 
-    ``device`` is "cpu" or "cuda"; ``note`` also holds what a reader must know (sizes, threads, whether the page cache was out of the way).
+    ``device`` is "cpu" or "cuda". ``note`` also holds conditions: sizes, threads, whether the page cache was
+    bypassed.
     """
 
     name: str
@@ -47,28 +50,29 @@ class Ceiling(Record):
 
 @dataclass
 class CeilingsRecord(Record):
-    key: str  # of the machine, measure/ceilings.machine_key
+    key: str  # of the machine, see measure/ceilings.machine_key
     schema: int = CEILINGS_SCHEMA
     created: str = ""
     flatout: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-    threads: int = 0  # of one operation, as torch chose it
-    busy_cores: float | None = None  # what other programs took just before
+    threads: int = 0  # per operation, as chosen by torch
+    busy_cores: float | None = None  # cores used by other processes just before
     ceilings: list[Ceiling] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CeilingsRecord:
-        """Raises TypeError for what is JSON, and no record of ceilings."""
+        """Read a record. Raises TypeError for JSON of another shape."""
         record = super().from_json(data)
         if not isinstance(record.ceilings, list):
-            raise TypeError("ceilings are a list")
+            raise TypeError("ceilings must be a list")
         record.ceilings = [c if isinstance(c, Ceiling) else Ceiling.from_json(c) for c in record.ceilings]
         return record
 
     def values(self, device: str) -> dict[str, float]:
-        """The figures of one device by name; those of the host (disk, loader, all-reduce, memory of the CPU) come with either.
+        """Return the figures of a device by name.
 
-        Where both have one of the same name, the device's own counts.
+        Host figures (disk, loader, all-reduce) are included for every device. If both have a name, the device
+        wins.
         """
         found: dict[str, float] = {}
         for each in sorted(self.ceilings, key=lambda c: c.device == device):

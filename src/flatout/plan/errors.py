@@ -1,4 +1,4 @@
-"""The one tree of errors. A message says what happened, why, and the next command.
+"""Exceptions of flatout and their exit codes. A message says what happened, why, and the next command.
 
     FlatoutError
     ├── UsageError            the command line cannot be understood                      exit 2
@@ -7,21 +7,21 @@
     ├── ProgramFailed         the user's program failed by itself                        its own exit code
     ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
     ├── TrialFailed           a trial died, hung or lost its program                     exit 3
-    ├── CannotDivide          a program that does not divide over ranks                   exit 6
-    ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
-    ├── StorageError          a folder or a disk refuses to be written                   exit 4
-    ├── SaveError             no save that can be believed, or one of something else     exit 7
-    ├── CannotResume          a program that cannot be gone on with exactly               exit 10
-    ├── ProgramHung           a watched program stood still, and no restart is left      exit 8
-    ├── NotFinite             a loss was NaN or infinite, and that was to be the end     exit 9
-    └── NodesApart            the machines of a job do not find or have lost each other  exit 5
+    ├── CannotDivide          the program cannot be split over ranks                     exit 6
+    ├── LoopError             a Loop cannot train as requested without a mistake         exit 1
+    ├── StorageError          a folder or a disk cannot be written                       exit 4
+    ├── SaveError             no valid checkpoint, or one of another program             exit 7
+    ├── CannotResume          the program cannot resume exactly                          exit 10
+    ├── ProgramHung           a monitored program hung, and no restart is left           exit 8
+    ├── NotFinite             a loss was NaN or infinite, and the run must stop          exit 9
+    └── NodesApart            the machines of a job cannot find or lost each other       exit 5
 """
 
 from __future__ import annotations
 
 
 class FlatoutError(Exception):
-    """Anything that flatout reports to a person instead of showing a traceback."""
+    """Base class of errors that flatout shows as a message, without a traceback."""
 
     exit_code = 1
 
@@ -39,7 +39,7 @@ class ProgramNotFound(FlatoutError):
 
 
 class ProgramFailed(FlatoutError):
-    """The user's program ended with an error of its own; flatout leaves with the same exit code."""
+    """The user's program failed by itself. flatout exits with the same code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -55,13 +55,16 @@ class TrialFailed(FlatoutError):
 
 
 class CannotDivide(FlatoutError):
-    """A program was to run as several ranks and would not learn the same. Raised inside it, the words are why, a sentence without its stop."""
+    """A program cannot run as several ranks and learn the same.
+
+    If raised inside the program, the message is the reason: a sentence without a full stop.
+    """
 
     exit_code = 6
 
 
 class LoopError(FlatoutError):
-    """A `flatout.Loop` was asked for what it cannot do exactly, or its model, loss or batches do not fit together."""
+    """A `flatout.Loop` cannot do exactly what was requested, or its model, loss and batches do not match."""
 
 
 class StorageError(FlatoutError):
@@ -69,7 +72,7 @@ class StorageError(FlatoutError):
 
 
 class SaveError(FlatoutError):
-    """A save is damaged or belongs to another program, or there is none where one is needed."""
+    """A checkpoint is corrupt, belongs to another program, or is missing."""
 
     exit_code = 7
 
@@ -87,6 +90,6 @@ class NotFinite(FlatoutError):
 
 
 class CannotResume(FlatoutError):
-    """Why a program does not go on from a save to exactly what it would have learned."""
+    """A program cannot resume from a checkpoint to exactly the results of an uninterrupted run."""
 
     exit_code = 10

@@ -1,11 +1,11 @@
-"""What was seen of the machine and the software. What was seen of the script lives in the Scene."""
+"""Facts about the machine and the software. Facts about the script are in the Scene."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ASKED_DEVICE = "FLATOUT_DEVICE"  # the variable that names the device of `--device`
+ASKED_DEVICE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
 
 
 @dataclass(frozen=True)
@@ -17,23 +17,23 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """``how`` names, for each field, where it was learned."""
+    """Facts about the machine and the software. ``how`` gives the source of each field."""
 
     cpu: str = "unknown"
-    cores: int = 1  # cores this process may use: affinity and cgroup quota counted in
+    cores: int = 1  # cores available to this process, after affinity and cgroup quota
     memory_bytes: int = 0
     cpu_flags: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     system: str = ""
     python: str = ""
     versions: dict[str, str] = field(default_factory=dict)  # distribution name -> version
-    environment: dict[str, str] = field(default_factory=dict)  # the variables that levers care about
+    environment: dict[str, str] = field(default_factory=dict)  # the variables that levers use
     allocators: dict[str, str] = field(default_factory=dict)  # malloc name -> path of its library
     how: dict[str, str] = field(default_factory=dict)
 
     @property
     def asked_device(self) -> str:
-        """The device that the program is redirected to (`--device`); "" where it runs on its own."""
+        """Return the device that the program is redirected to (`--device`), or "" without a redirection."""
         return self.environment.get(ASKED_DEVICE, "")
 
     @property
@@ -41,7 +41,11 @@ class Facts:
         return bool(self.gpus)
 
     def gpu(self, index: int | None) -> Gpu | None:
-        """The device that torch gives this number; the first where nobody has said one, or where one alone was asked for. None where there is none."""
+        """Return the GPU with this torch index, or None without GPUs.
+
+        The first GPU is the default. It is also used if the index does not exist, as with a single redirected
+        GPU.
+        """
         return self.gpus[index if index is not None and index < len(self.gpus) else 0] if self.gpus else None
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What is known of a failure: a plain record, filled from the text of a traceback or, in the dying process, from its objects.
+"""Record of a failure, filled from the text of a traceback or from the objects of the failing process.
 
-Nothing in it is a value of the program's data: of tensors it holds shape, dtype and device, and of integer tensors the smallest and the
-largest entry, because a label or an index that is out of range is told by that alone.
+It holds no data of the program: of tensors only shape, dtype and device, and of integer tensors the smallest
+and the largest entry. Those two are enough to identify a label or an index out of range.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from flatout.plan.records import Record
 
 @dataclass
 class TensorSeen(Record):
-    """A tensor by the name that the source gives it. ``low`` and ``high`` are there for small integer tensors on the CPU."""
+    """A tensor, under its name in the source.
+
+    ``low`` and ``high`` are set for small integer tensors on the CPU.
+    """
 
     name: str
     shape: list[int]
-    dtype: str  # without the "torch."
+    dtype: str  # without "torch."
     device: str
     requires_grad: bool = False
     low: int | None = None
@@ -34,7 +37,10 @@ class TensorSeen(Record):
 
 @dataclass
 class FrameSeen(Record):
-    """One frame. ``mine`` says that it is the user's own code: not the standard library, not an installed package."""
+    """One stack frame.
+
+    ``mine`` marks the user's own code: not the standard library, not an installed package.
+    """
 
     file: str
     line: int
@@ -49,10 +55,12 @@ class FrameSeen(Record):
 
 @dataclass
 class Thrown(Record):
-    """One exception. ``names`` are those of its classes, most special first; ``frames`` go from the outermost to where it was raised.
+    """One exception of a chain.
 
-    ``link`` says how the one after it in the chain came of it: ``cause`` (raise ... from), ``context`` (raised while handling it) or
-    ``carried`` (its text came from another process, inside the message of the next).
+    ``names`` are its class names, most derived first. ``frames`` run from the outermost to the raising frame.
+    ``link`` is the relation to the next exception of the chain: ``cause`` (raise ... from), ``context``
+    (raised while handling it) or ``carried`` (its text came from another process, inside the message of the
+    next).
     """
 
     type: str
@@ -64,19 +72,25 @@ class Thrown(Record):
 
     @property
     def own(self) -> FrameSeen | None:
-        """The innermost frame of the user's own."""
+        """Return the innermost frame of the user's own code."""
         return next((frame for frame in reversed(self.frames) if frame.mine), None)
 
     @property
     def raised_by_user(self) -> bool:
-        """Whether the user's own ``raise`` or ``assert`` made it: then its words are the user's, not torch's."""
+        """Return whether a ``raise`` or ``assert`` of the user raised it.
+
+        Then the message is the user's, not torch's.
+        """
         last = self.frames[-1] if self.frames else None
         return last is not None and last.mine and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
 
 
 @dataclass
 class ModuleSeen(Record):
-    """The innermost nn.Module whose forward was running: ``path`` from the outermost one, with the name the user's code has for that."""
+    """The innermost nn.Module whose forward was running.
+
+    ``path`` starts at the outermost module, under its variable name in the user's code.
+    """
 
     path: str
     kind: str
@@ -85,9 +99,10 @@ class ModuleSeen(Record):
 
 @dataclass
 class FailureRecord(Record):
-    """One death of one process. ``chain`` begins with what went wrong first and ends with what ended the program.
+    """The failure of one process.
 
-    ``around`` are lines of the log near it. ``memory`` counts bytes, ``facts`` are single numbers and words about the process.
+    ``chain`` starts with the first exception and ends with the one that ended the program. ``around`` are
+    nearby lines of the log. ``memory`` is in bytes. ``facts`` are single values about the process.
     """
 
     chain: list[Thrown] = field(default_factory=list)
@@ -96,14 +111,14 @@ class FailureRecord(Record):
     rank: int | None = None
     world_size: int | None = None
     module: ModuleSeen | None = None
-    batch: int | None = None  # how many batches the loader had given, less one
+    batch: int | None = None  # number of batches the loader had returned, minus one
     signal: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FailureRecord:
-        """Raises TypeError for what is JSON, and no failure."""
+        """Read a record. Raises TypeError for JSON of another shape."""
         record = super().from_json(data)
         record.module = ModuleSeen.from_json(data["module"]) if data.get("module") else None
         record.chain = [Thrown.from_json(thrown) for thrown in data.get("chain", ())]
@@ -115,10 +130,10 @@ class FailureRecord(Record):
 
     @property
     def own(self) -> FrameSeen | None:
-        """The innermost line of the user's own code, of the first exception that has one."""
+        """Return the innermost frame of the user's own code, from the first exception that has one."""
         return next((frame for thrown in self.chain if (frame := thrown.own)), None)
 
     @property
     def tensors(self) -> list[TensorSeen]:
-        """Tensors by name, the innermost frame's first."""
+        """Return the tensors of all frames, innermost frame first."""
         return [tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors]

@@ -1,7 +1,8 @@
-"""What diagnosis says: a Finding, and the Rule behind it. Everything here is JSON, like the other records.
+"""Findings of the diagnosis, as JSON records.
 
-A Rule's code never changes and is never given twice: FL for a training program (static or measured), FD for the machine, FE for an
-error. The code, the name and the page are the public face; what stands in the source behind it may change.
+The code of a rule never changes and is never reused. Prefixes: FL for a training program (static or
+measured), FD for the machine, FE for an error. The code, the name and the page are public; the implementation
+may change.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from flatout.plan.records import Ratio, Record
 
 
 class Severity(StrEnum):
-    """What it costs to leave a thing as it is. The order of the members is the order in which findings are shown."""
+    """The cost of a problem. Findings are shown in the order of the members."""
 
     FATAL = "the program ends"
     WRONG = "wrong result"
     TIME = "wasted time"
     MEMORY = "wasted memory"
-    FRAGILE = "fragile"  # works here and today
+    FRAGILE = "fragile"  # works here and now, but may break
 
 
 @dataclass
 class Place(Record):
-    """A place in the user's own source. Lines and columns count from 1; column 0 means the whole line."""
+    """A place in the user's source. Lines and columns count from 1; column 0 means the whole line."""
 
     file: str
     line: int
     column: int = 0
     function: str = ""
     text: str = ""  # the line itself, stripped
-    indent: int = 0  # how many signs were stripped before it
+    indent: int = 0  # number of characters stripped before the line
 
     def sentence(self) -> str:
         return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
@@ -39,11 +40,12 @@ class Place(Record):
 
 @dataclass
 class Finding(Record):
-    """One thing that was found.
+    """One finding.
 
-    ``said`` is one sentence with the numbers in it; ``evidence`` are further lines, most telling first; ``mend`` is what to do, as
-    lines of code or one command. ``levers`` name what would do it without an edit. ``predicted`` is how many times as fast the step would
-    be, from a what-if that was measured (``how`` says which); ``measured`` is what came of it once it was tried.
+    ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``mend``
+    is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
+    the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
+    speed-up of a lever.
     """
 
     rule: str
@@ -57,4 +59,4 @@ class Finding(Record):
     predicted: Ratio | None = None
     how: str = ""
     measured: Ratio | None = None
-    others: list[Place] = field(default_factory=list)  # further places with the same fault
+    others: list[Place] = field(default_factory=list)  # further places with the same problem

@@ -1,12 +1,12 @@
-"""The folder of a job, and the one way in which flatout writes a file: whole, or not at all.
+"""Paths of a job folder, and atomic reading and writing of its files.
 
     .flatout/<job>/            0700
         session.json           every record of the session
         flatout.toml           the Plan
         report.html
-        profile.json           what `flatout profile` saw, and profile.html
+        profile.json           record of `flatout profile`, next to profile.html
         trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
-        trials/handed_on/      samples that the programs of a search hand on, while it lasts
+        trials/handed_on/      samples shared by the programs of a search, while it runs
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from typing import Any
 from flatout.plan.errors import StorageError
 from flatout.plan.trust import distrusted
 
-MOST_BYTES = 1 << 26  # of a record; the largest that was seen had 3 MB
+FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
+MOST_BYTES = 1 << 26  # maximum size of a record; the largest seen had 3 MB
 HANDED_ON = "handed_on"
-MOST_VALUES = 1 << 21  # of 100 bytes each, the largest that a value of three characters can be
+MOST_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside, flush to the disk, rename: a reader sees the old file or the new one, never a part."""
+    """Write a file atomically: temporary file, fsync, rename.
+
+    A reader sees the old or the new file, never a part.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -49,17 +53,21 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of an ordinary file. Raises OSError, also for a pipe, a device, and what is longer; ValueError for what is not UTF-8."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe that nobody writes to is not waited for
+    """Return the text of a regular file.
+
+    Raises OSError, also for a pipe, a device or a file above ``most_bytes``, and ValueError if it is not
+    UTF-8.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # does not block on a pipe without a writer
     with os.fdopen(handle, "rb") as file:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
-            raise OSError(0, "it is not an ordinary file of a sensible length", str(path))
+            raise OSError(0, "not a regular file, or too large", str(path))
         return file.read(most_bytes).decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """The content, or None where there is no file or it is not JSON (a power cut, another tool), or more of it than any record has."""
+    """Return the content of a JSON file, or None if it is missing, not JSON, or larger than any record."""
     try:
         text = read_text(path)
         return json.loads(text) if values_in(text.encode()) <= MOST_VALUES else None
@@ -68,12 +76,15 @@ def read_json(path: Path) -> Any:
 
 
 def values_in(text: bytes | bytearray) -> int:
-    """How many values JSON can turn into at most, which is known before one is made."""
+    """Return an upper bound of the number of values in JSON text, without parsing it."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a last one that was cut off is left out. Nothing where there is no file."""
+    """Return the JSON objects of a file with one per line, or [] without a file.
+
+    Incomplete lines are skipped.
+    """
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -86,7 +97,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JobFolder:
-    """Owns every path of one job."""
+    """Paths of one job."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,12 +105,14 @@ class JobFolder:
     def make(self) -> JobFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):  # whoever owns the project's folder owns its records
-                raise StorageError(f"the records in {self.path} are not used: {why}. Name another folder with --job DIR.")
+            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):  # the owner of the project folder is trusted
+                raise StorageError(f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR.")
             self.path.chmod(0o700)
             self.trials.mkdir(exist_ok=True)
+            if self.path.parent.name == FOLDER and not (ignored := self.path.parent / ".gitignore").exists():
+                ignored.write_text("*\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot make the folder {self.path}: {error.strerror}. Name a folder that can be written with --job DIR.") from error
+            raise StorageError(f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR.") from error
         return self
 
     @property
@@ -132,11 +145,11 @@ class JobFolder:
 
     @property
     def handed_on(self) -> Path:
-        """The `TrialFolder.handed_on` of its trials."""
+        """Return the `TrialFolder.handed_on` of its trials."""
         return self.trials / HANDED_ON
 
     def new_trial(self) -> TrialFolder:
-        """The next free number. Made with ``mkdir``, so that two sessions never share one."""
+        """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
         number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
         while True:
             try:
@@ -145,11 +158,11 @@ class JobFolder:
             except FileExistsError:
                 number += 1
             except OSError as error:
-                raise StorageError(f"cannot make a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR.") from error
+                raise StorageError(f"cannot create a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR.") from error
 
 
 class TrialFolder:
-    """Owns every path of one trial."""
+    """Paths of one trial."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,24 +185,24 @@ class TrialFolder:
 
     @property
     def saved(self) -> Path:
-        """Where a trial's own files land instead of the user's folders."""
+        """Return the folder that receives the files a trial writes, instead of the user's folders."""
         return self.path / "saved"
 
     @property
     def told(self) -> Path:
-        """What the measured rank has told the others to do, and after which step."""
+        """Return the file with the instructions of the measured rank to the others, and their steps."""
         return self.path / "told.json"
 
     def of_rank(self, rank: int) -> Path:
-        """What a rank that is not measured has heard."""
+        """Return the file with the recordings of a rank that is not measured."""
         return self.path / f"rank{rank}.json"
 
     @property
     def handed_on(self) -> Path:
-        """Where the programs of one search hand on the samples that they have kept; there while the search lasts."""
+        """Return the folder in which the programs of a search share cached samples while the search runs."""
         return self.path.parent / HANDED_ON
 
     @property
     def claim(self) -> Path:
-        """Made by the one process of the program that is measured."""
+        """Return the file that the measured process of the program creates."""
         return self.path / "claim"

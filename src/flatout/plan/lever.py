@@ -1,4 +1,4 @@
-"""What a lever is: a frozen value with two functions. It never prints, times, or reads another lever."""
+"""The Lever type: a frozen value with two functions. A lever never prints, times, or reads another lever."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ Value = bool | int | float | str | dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """The values worth trying, likely best first.
+    """The values of a lever worth trying, likely best first.
 
-    ``effect`` narrows or widens the lever's declared effect for this program: more loader workers, for
-    example, are EXACT over a dataset that draws nothing and RESAMPLED over one that does.
+    ``effect`` overrides the declared effect of the lever for this program. For example, more loader workers
+    are EXACT with a dataset that draws no random numbers, and RESAMPLED with one that does.
     """
 
     values: tuple[Value, ...]
     effect: Effect | None = None
 
     def value_for(self, asked: Value) -> Value:
-        """The value itself; for a lever that was only named (``true``) and has other values, the first of them."""
+        """Return the requested value.
+
+        If it is only ``true`` and not a value of the lever, return the first value.
+        """
         return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Why a lever does not apply here: a sentence for a person."""
+    """The reason why a lever does not apply, as a sentence for the user."""
 
     reason: str
 
 
 class Comparison(StrEnum):
-    """The comparison that must hold before a lever is kept (see ``flatout.measure.parity``)."""
+    """The comparison that a lever must pass to be kept (see ``flatout.measure.parity``)."""
 
-    BITWISE = "bitwise"  # losses and weights are those of the plain run, bit for bit
-    GRADIENT = "gradient"  # gradient, update and buffers of one step, beside a float64 reference
+    BITWISE = "bitwise"  # losses and weights equal those of the plain run, bit for bit
+    GRADIENT = "gradient"  # gradient, update and buffers of one step, against a float64 reference
     DISTRIBUTION = "distribution"  # batches come from the same distribution
 
 
@@ -61,14 +64,19 @@ def _float32(value: Value) -> str:
 class Lever:
     """One optimisation.
 
-    ``name`` is the file's name and reads after "with". ``applies(facts, scene)`` answers Options or Skip;
-    ``apply(scene, value, ledger)`` acts and returns the Undo. A PROCESS lever has ``environment`` instead:
-    the variables that the program must be started with. ``live`` levers can be switched between two steps.
-    ``check(value)`` raises TypeError, with a sentence, for a value that is none, wherever the program is not needed to tell.
-    ``saves_memory`` levers are slower on purpose: the search looks at them only where memory is limited. ``needs`` are levers without which
-    this one does nothing. ``half(value)`` names what a PRECISION lever computes or sends in fewer bits, as it stands in the
-    verdict: "bfloat16 products". ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
-    the lines a person would write to have the lever without flatout.
+    * ``name`` is the file name and reads after "with".
+    * ``applies(facts, scene)`` returns Options or Skip.
+    * ``apply(scene, value, ledger)`` applies the lever and returns its Undo.
+    * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
+    * ``live`` levers can be switched between two steps.
+    * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
+      program.
+    * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
+    * ``needs`` are levers without which this one has no effect.
+    * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
+      products".
+    * ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject.
+    * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
     """
 
     name: str
@@ -79,7 +87,7 @@ class Lever:
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = _nothing_in_environment
     live: bool = False
-    warms_up: bool = False  # the first steps after it was switched on are slow, and must be paid back
+    warms_up: bool = False  # the first steps after switching it on are slow, a cost that later steps must recover
     guard: Comparison = Comparison.GRADIENT
     known_bad: Callable[[Any, Value, Any], Undo] | None = None
     after: tuple[str, ...] = ()
@@ -92,5 +100,6 @@ class Lever:
 
     @property
     def of_one_process(self) -> bool:
-        """Whether it counts on one process that fetches all samples and calls the model as the script wrote it."""
+        """Return whether it needs one process that fetches all samples and calls the model as in the script.
+        """
         return self.moment is Moment.LOADER or self.warms_up

@@ -1,4 +1,5 @@
-"""What `flatout lr` saw: the loss as the learning rate grows from step to step, of the script's own optimizer and of others in its place."""
+"""Records of `flatout lr`: the loss under a growing learning rate, for the script's optimizer and for others.
+"""
 
 from __future__ import annotations
 
@@ -15,43 +16,47 @@ OWN = "own"  # the script's optimizer
 
 @dataclass
 class LrPoint(Record):
-    """One step: the learning rate of the first parameter group, the loss before its update, and the loss smoothed over the steps so far."""
+    """One step: learning rate of the first parameter group, loss before the update, loss smoothed so far."""
 
     lr: float
-    loss: float | None  # None where it was not finite
+    loss: float | None  # None if it was not finite
     smooth: float | None = None
 
 
 @dataclass
 class LrRange(Record):
-    """The test of one optimizer.
+    """The range test of one optimizer.
 
-    ``steepest`` is the learning rate at which the smoothed loss falls fastest, ``lowest`` where it is lowest, ``diverged`` where it has left for good.
+    ``steepest`` is the learning rate at which the smoothed loss falls fastest, ``lowest`` the one at which it
+    is lowest, ``diverged`` the one at which it diverges.
     """
 
-    name: str = OWN  # as it was asked for
-    optimizer: str = ""  # the class
-    groups: list[float] = field(default_factory=list)  # the script's own learning rates when the test began, group by group
-    warmup_steps: int = 0  # of the script's own optimizer, at its own learning rate, before the test
+    name: str = OWN  # as requested
+    optimizer: str = ""  # class name
+    groups: list[float] = field(default_factory=list)  # the script's learning rates at the start of the test, by group
+    warmup_steps: int = 0  # steps of the script's own optimizer, at its own learning rate, before the test
     step_ms: float | None = None  # under this optimizer, median
     points: list[LrPoint] = field(default_factory=list)
     steepest: float | None = None
     lowest: float | None = None
     diverged: float | None = None
     suggestion: float | None = None
-    why: str = ""  # this suggestion, or none
+    why: str = ""  # reason for the suggestion, or for its absence
 
 
 @dataclass
 class LrTraining(Record):
-    """Steps at one learning rate, the first group's: an optimizer at the one that its test suggests, or the script's own at the script's own."""
+    """A training at one learning rate (of the first group).
+
+    Other optimizers use the rate that their test suggests; the script's own optimizer uses the script's rate.
+    """
 
     name: str
     lr: float | None = None
     as_is: bool = False
     step_ms: float | None = None
     points: list[LrPoint] = field(default_factory=list)
-    why: str = ""  # it did not train
+    why: str = ""  # reason why it did not train
 
 
 @dataclass
@@ -65,7 +70,11 @@ class LrRecord(ProgramRecord):
 
 @dataclass(frozen=True)
 class OptimizerWish:
-    """An optimizer to put in the script's place: a name of torch.optim in any case, or ``package.Class``, and keyword arguments of its."""
+    """An optimizer to use in place of the script's own.
+
+    ``name`` is a class of torch.optim in any case, or ``package.Class``. ``options`` are its keyword
+    arguments.
+    """
 
     text: str
     name: str
@@ -73,7 +82,10 @@ class OptimizerWish:
 
     @classmethod
     def read(cls, text: str) -> OptimizerWish:
-        """``adamw``, ``sgd(momentum=0.9)``, ``package.Class(beta=0.5)``, ``own``. Raises UsageError."""
+        """Parse ``adamw``, ``sgd(momentum=0.9)``, ``package.Class(beta=0.5)`` or ``own``.
+
+        Raises UsageError.
+        """
         text = text.strip()
         try:
             node = ast.parse(text, mode="eval").body
@@ -82,7 +94,7 @@ class OptimizerWish:
                 raise ValueError(text)
             return cls(text, _dotted(call.func), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise UsageError(f"--optimizers: {text[:80]!r} is none. Write own, adamw, \"sgd(momentum=0.9)\" or package.Class, separated by commas.") from None
+            raise UsageError(f"--optimizers: {text[:80]!r} is not an optimizer. Use own, adamw, \"sgd(momentum=0.9)\" or package.Class, separated by commas.") from None
 
 
 def _dotted(node: ast.expr) -> str:
@@ -94,7 +106,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def read_optimizers(text: str) -> list[OptimizerWish]:
-    """A list separated by commas, none twice. Raises UsageError."""
+    """Parse a comma-separated list without duplicates. Raises UsageError."""
     found, piece, depth = list[str](), "", 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -104,5 +116,5 @@ def read_optimizers(text: str) -> list[OptimizerWish]:
             piece += letter
     wishes = [OptimizerWish.read(each) for each in [*found, piece]]
     if len({wish.text.lower() for wish in wishes}) < len(wishes):
-        raise UsageError(f"--optimizers {text}: each one once.")
+        raise UsageError(f"--optimizers {text}: name each optimizer only once.")
     return wishes

@@ -1,6 +1,6 @@
 """The Plan: a frozen, ordered set of choices, and the only configuration type of flatout.
 
-On disk it is TOML. tomlkit writes it (with the evidence as comments); the standard library reads it, so that a
+On disk it is TOML. tomlkit writes it, with the evidence as comments. The standard library reads it, so a
 program that runs under a Plan never needs tomlkit.
 """
 
@@ -27,7 +27,7 @@ MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s 
 
 @dataclass(frozen=True)
 class Choice:
-    """One lever and the value it was given, with its origin and, if it was measured, its evidence."""
+    """A lever with its value, its origin and, if measured, its evidence."""
 
     name: str
     value: Value
@@ -40,7 +40,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """``made_for`` tells what the Plan was tuned on: command, script digest, machine, versions."""
+    """Choices by lever.
+
+    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions.
+    """
 
     choices: tuple[Choice, ...] = ()
     made_for: Mapping[str, Any] = field(default_factory=dict)
@@ -68,13 +71,13 @@ class Plan:
         return Plan(tuple(c for c in self.choices if c.name != name), self.made_for)
 
     def on_top_of(self, base: Plan) -> Plan:
-        """The choices of ``base``, and these, which win."""
+        """Return the choices of ``base`` overridden by these."""
         names = {choice.name for choice in self.choices}
         return Plan((*(c for c in base.choices if c.name not in names), *self.choices), self.made_for)
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that depend on names and values alone: not on order, origin or evidence."""
+        """Return twelve hex digits that depend only on names and values, not on order, origin or evidence."""
         body = json.dumps(sorted((c.name, c.value) for c in self.choices), sort_keys=True)
         return hashlib.sha256(body.encode()).hexdigest()[:12]
 
@@ -93,7 +96,7 @@ class Plan:
         import tomlkit
 
         document = tomlkit.document()
-        document.add(tomlkit.comment("Written by `flatout tune`. `flatout plan` shows it with the code that would do the same by hand."))
+        document.add(tomlkit.comment("Written by `flatout tune`. `flatout plan` shows it with the equivalent code."))
         document["schema"] = PLAN_SCHEMA
         if self.made_for:
             document["made_for"] = dict(self.made_for)
@@ -112,38 +115,41 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """A Plan from a file. Raises PlanError where there is none, or it cannot be read as one."""
+        """Read a Plan from a file. Raises PlanError if the file is missing or invalid."""
         try:
             if path.exists() and not path.is_file():  # a device or a pipe may have no end
-                raise PlanError(f"{path} is not a file. `flatout tune COMMAND...` makes a plan.")
+                raise PlanError(f"{path} is not a file. To create a plan, run `flatout tune COMMAND...`.")
             if path.stat().st_size > MAX_PLAN_BYTES:
                 raise PlanError(f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
             return cls.from_toml(read_text(path, MAX_PLAN_BYTES), str(path))
         except FileNotFoundError:
-            raise PlanError(f"there is no plan {str(path)!r}. `flatout tune COMMAND...` makes one.") from None
+            raise PlanError(f"there is no plan {str(path)!r}. To create one, run `flatout tune COMMAND...`.") from None
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}.") from None
 
     @classmethod
     def from_toml(cls, text: str, source: str = "the plan") -> Plan:
-        """Read a Plan. A lever is ``name = value``, or a table with ``value`` and what is known of it."""
+        """Read a Plan.
+
+        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``.
+        """
         if len(text) > MAX_PLAN_BYTES:
             raise PlanError(f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?")
         try:
-            if DOTTED.search(text):  # tomllib makes a table of each part again for every other one: a gigabyte for 60 kB
-                raise ValueError("a key has more parts than any plan's")
+            if DOTTED.search(text):  # tomllib needs quadratic memory for dotted keys: a gigabyte for 60 kB
+                raise ValueError("a key has too many parts")
             data = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # a plain ValueError for a number of thousands of digits
-            raise PlanError(f"{source} is not valid TOML ({error}). Mend it, or delete it and run `flatout tune` again.") from None
+        except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
+            raise PlanError(f"{source} is not valid TOML ({error}). Fix it, or delete it and run `flatout tune` again.") from None
         schema = data.get("schema", PLAN_SCHEMA)
         if schema != PLAN_SCHEMA:
             raise PlanError(f"{source} has schema {schema!r}; this flatout reads schema {PLAN_SCHEMA}. Run `flatout tune` again.")
         levers, made_for = data.get("levers", {}), data.get("made_for", {})
         if not isinstance(levers, dict) or not isinstance(made_for, dict):
-            raise PlanError(f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints one.")
+            raise PlanError(f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints a template.")
         strange = [key for key in data if key not in ("schema", "levers", "made_for")]
-        if strange:  # a lever outside of [levers] would be left out without a word
-            raise PlanError(f"{source} has the unknown key {strange[0][:40]!r}; levers stand below [levers]. `flatout plan --template` prints one.")
+        if strange:  # a lever outside of [levers] would be ignored silently
+            raise PlanError(f"{source} has the unknown key {strange[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template.")
         return cls(tuple(_choices(levers, source)), made_for)
 
 
@@ -157,19 +163,19 @@ def _choices(levers: Mapping[str, Any], source: str) -> Iterable[Choice]:
             except ValueError:
                 raise PlanError(f"{source}: {name} has the unknown origin {entry['origin']!r}; use one of {', '.join(Origin)}.") from None
         if not is_value(value) or not isinstance(evidence, str):
-            raise PlanError(f"{source}: the value of {name} is {value!r}; a value is true, a number, a word, or a table of these.")
+            raise PlanError(f"{source}: the value of {name} is {value!r}; use true, a number, a string, or a table of these.")
         yield Choice(name, value, origin, evidence)
 
 
 def is_value(value: Any) -> bool:
-    """Whether a lever may be given this: true, a number, a word, or a table of these."""
+    """Return whether this is a value for a lever: a boolean, a number, a string, or a table of these."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and isinstance(item, (bool, int, float, str)) for key, item in value.items())
     return isinstance(value, (bool, int, float, str))
 
 
 def spell(name: str, value: Value) -> str:
-    """``channels_last`` · ``threads=1`` · ``loader(workers=2)``: a choice the way a person says it."""
+    """Format a choice for users: ``channels_last`` · ``threads=1`` · ``loader(workers=2)``."""
     if value is True:
         return name
     if isinstance(value, dict):
@@ -178,7 +184,10 @@ def spell(name: str, value: Value) -> str:
 
 
 def in_words(choice: Choice) -> str:
-    """``NAME=VALUE`` as a command line takes it, the value in TOML, which reads what JSON writes of words, numbers and true."""
+    """Format a choice for the command line: ``NAME=VALUE``, with the value in TOML.
+
+    JSON strings, numbers and booleans are valid TOML.
+    """
     value = choice.value
     pairs = (f"{json.dumps(key)} = {json.dumps(item)}" for key, item in value.items()) if isinstance(value, dict) else ()
     text = f"{{{', '.join(pairs)}}}" if isinstance(value, dict) else json.dumps(value)
@@ -186,7 +195,10 @@ def in_words(choice: Choice) -> str:
 
 
 def diff(a: Plan, b: Plan) -> list[str]:
-    """What turns ``a`` into ``b``, a line a lever: ``+ added``, ``- removed``, ``~ changed``."""
+    """Return the changes from ``a`` to ``b``, one line per lever.
+
+    Lines read ``+ added``, ``- removed`` or ``~ changed``.
+    """
     lines = []
     for name in dict.fromkeys([c.name for c in a] + [c.name for c in b]):
         old, new = a.get(name), b.get(name)

@@ -1,4 +1,4 @@
-"""What findings promised beside what levers brought. Pure functions from records to records."""
+"""Compare the predictions of findings with the measured levers. Pure functions from records to records."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from flatout.plan.records import LeverRecord, Prediction, Ratio
 
 
 def levers_first(findings: Iterable[Finding], known: Sequence[str]) -> list[str]:
-    """The levers that the findings ask for, the most promising first, each once; ``known`` are those that there are."""
+    """Return the levers that the findings suggest, most promising first, without duplicates.
+
+    ``known`` are the existing levers.
+    """
     promise: dict[str, float] = {}
     for finding in findings:
         gain = finding.predicted.median if finding.predicted else 1.0
         for place, lever in enumerate(finding.levers):
             if lever in known:
-                # The first lever of a finding is the likeliest; a later one stands behind it, not behind other findings.
+                # The first lever of a finding is the most likely. Later ones rank below it, not below other
+                # findings.
                 promise[lever] = max(promise.get(lever, 0.0), 1 + (gain - 1) * 0.95**place)
     return sorted(promise, key=lambda lever: -promise[lever])
 
 
 def predictions(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> list[Prediction]:
-    """For each finding that promised something: the lever of its own that brought most, alone and against the plain program."""
+    """Return, per finding with a prediction, its fastest lever, measured alone against the plain program."""
     found = []
     for finding in findings:
         if finding.predicted is None or not finding.levers:
@@ -34,7 +38,7 @@ def predictions(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> l
 
 
 def with_measured(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> list[Finding]:
-    """The findings, with what came of them where one of their levers was measured."""
+    """Return the findings with the measured speed-up of their fastest lever, if any was measured."""
     return [finding if (best := _best(finding, levers)) is None else replace(finding, measured=_ratio(best)) for finding in findings]
 
 

@@ -1,7 +1,7 @@
-"""What `flatout profile` saw of a program: plain records, JSON, from which rules judge and pages are drawn.
+"""Records of `flatout profile`, the input of rules and pages.
 
-Times are milliseconds of one mean step unless a name says otherwise; bytes are bytes. What could not be seen on this machine is None, and
-never 0: a rule must be able to tell "none" from "not looked at".
+Times are milliseconds of one mean step unless a name says otherwise. Sizes are in bytes. A value that is not
+available on this machine is None, never 0: a rule must be able to tell "none" from "not checked".
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "activations", "in
 
 @dataclass
 class WhatIf(Record):
-    """A bound that was measured: the step without one thing, switched on and off in turns inside the running program.
+    """A measured upper bound: the speed of the step without one component.
 
-    ``ratio`` is plain over without, ``name`` is one of: loader, copies, optimizer, syncs, logging, gc, one thread fewer, one thread more.
-    ``why_not`` says why it was not measured; then ``ratio`` is None.
+    The component is switched on and off alternately in the running program. ``ratio`` is plain over without.
+    ``name`` is one of: loader, copies, optimizer, syncs, logging, gc, one thread fewer, one thread more. If
+    it was not measured, ``ratio`` is None and ``why_not`` says why.
     """
 
     name: str
@@ -32,7 +33,10 @@ class WhatIf(Record):
 
 @dataclass
 class Operation(Record):
-    """One operator, summed over a step. ``roofline`` is the share of what this device can reach at this intensity (FLOPs a byte)."""
+    """One operator, summed over a step.
+
+    ``roofline`` is the share of what this device can reach at this intensity (FLOPs per byte).
+    """
 
     name: str
     calls: float
@@ -51,12 +55,15 @@ class Operation(Record):
 
 @dataclass
 class Crossing(Record):
-    """A place where tensors wait for Python or Python for tensors: item, nonzero, copies to the host, printing; or a copy to the device."""
+    """A place of synchronisation between tensors and Python, or a copy to the device.
+
+    Synchronisations are item, nonzero, copies to the host and printing.
+    """
 
     kind: str  # item | nonzero | to host | numpy | print | compare | synchronize | to device
     place: Place | None
     calls: float  # a step
-    ms: float  # a step, waiting included
+    ms: float  # a step, including the wait
     sized_bytes: float = 0.0  # a step
     pinned: bool | None = None  # of copies to the device
     non_blocking: bool | None = None
@@ -64,7 +71,8 @@ class Crossing(Record):
 
 @dataclass
 class IdleGap(Record):
-    """The device waited, and the host did ``what`` meanwhile (an operator's name, or "python")."""
+    """Idle time of the device, and what the host did meanwhile: ``what`` is an operator's name or "python".
+    """
 
     what: str
     ms: float  # a step
@@ -74,11 +82,11 @@ class IdleGap(Record):
 
 @dataclass
 class LoaderSeen(Record):
-    """One place in the script where DataLoaders are made."""
+    """One place in the script that creates DataLoaders."""
 
     place: Place | None
-    made: int = 1  # how many loaders this place has made
-    begun: int = 0  # how many iterators
+    made: int = 1  # number of loaders created here
+    begun: int = 0  # number of iterators
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
@@ -87,11 +95,11 @@ class LoaderSeen(Record):
     dataset: str = ""
     wait_ms: float = 0.0  # a step
     start_ms: float = 0.0  # of one iterator, until its first batch
-    fetch_ms: float | None = None  # of one batch, inside the data set
-    slow_place: Place | None = None  # the line of the user's data set that most of the fetching is spent in
-    slow_share: float | None = None  # of the fetching, in that line
-    batches: int = 0  # handed out over the whole run
-    worker_bytes: int | None = None  # memory of its worker processes that nobody shares
+    fetch_ms: float | None = None  # of one batch, in the dataset
+    slow_place: Place | None = None  # the slowest line of the user's dataset
+    slow_share: float | None = None  # share of the fetching spent in that line
+    batches: int = 0  # returned over the whole run
+    worker_bytes: int | None = None  # private memory of its worker processes
 
 
 @dataclass
@@ -104,7 +112,10 @@ class MemoryAt(Record):
 
 @dataclass
 class MemorySeen(Record):
-    """``where`` is "device" or "host". ``by_module`` are the activations when there are most of them, by the module's own name."""
+    """Memory of a step.
+
+    ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name.
+    """
 
     where: str
     peak_bytes: int
@@ -121,17 +132,17 @@ class MemorySeen(Record):
 
 @dataclass
 class Leak(Record):
-    """Memory at the same point of each step. ``chance`` is that of so strong a trend without a leak."""
+    """Memory at the same point of each step. ``chance`` is the probability of such a trend without a leak."""
 
     bytes_a_step: float
     chance: float
     leaking: bool
     holder: str = ""  # what holds the tensors: "list `losses`"
-    place: Place | None = None  # the line that put them there
-    graph: bool = False  # what is held keeps an autograd graph alive
+    place: Place | None = None  # the line that added them
+    graph: bool = False  # whether they keep an autograd graph alive
     where: str = "host"  # device | host
     steps: int = 0  # between the first and the last of ``series``
-    tensors_a_step: float | None = None  # how many more are alive after each step
+    tensors_a_step: float | None = None  # growth of the number of live tensors
     series: list[float] = field(default_factory=list)
 
 
@@ -147,7 +158,10 @@ class Compiled(Record):
 
 @dataclass
 class ProfileRecord(ProgramRecord):
-    """Everything one `flatout profile` saw. ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer."""
+    """Result of `flatout profile`.
+
+    ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer.
+    """
 
     schema: int = PROFILE_SCHEMA
     machine: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +177,7 @@ class ProfileRecord(ProgramRecord):
     phases: dict[str, PhaseTime] = field(default_factory=dict)
     bound: str = ""
     bound_why: str = ""
-    overhead: Ratio | None = None  # a step that is listened to, over one that is not
+    overhead: Ratio | None = None  # a profiled step over a normal one
     what_ifs: list[WhatIf] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     operators_a_step: float | None = None
@@ -179,20 +193,22 @@ class ProfileRecord(ProgramRecord):
     gc_ms: float = 0.0
     gc_longest_ms: float = 0.0
     gc_calls: float = 0.0  # a step
-    python_ms: float | None = None  # host time of a quiet step in no operator and in no wait for data
-    operator_us: float | None = None  # of the host, a mean operator call, those it calls included
+    python_ms: float | None = None  # host time of a normal step outside operators and waits for data
+    operator_us: float | None = None  # host time of a mean operator call, including nested calls
     idle_gaps: list[IdleGap] = field(default_factory=list)  # the longest ones
-    schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and listening
-    trace: str = ""  # the file of the Chrome trace, where it was kept
-    notes: list[str] = field(default_factory=list)  # sentences: what could not be looked at, and the command that would
-    # anomaly, deterministic, cudnn_benchmark, matmul_precision, default_dtype, threads, interop_threads, cores, gc, autocast, scalers,
-    # optimizers [{kind, groups, tensors, lr, fused, foreach, ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
+    schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and profiling
+    trace: str = ""  # file of the Chrome trace, if kept
+    notes: list[str] = field(default_factory=list)  # sentences: what was not checked, and the command that would
+    # Keys: anomaly, deterministic, cudnn_benchmark, matmul_precision, default_dtype, threads,
+    # interop_threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
+    # ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
     settings: dict[str, Any] = field(default_factory=dict)
-    # Calls that tell of a habit: name -> {"calls": a step, "ms": a step, "most": calls of the busiest line over the whole run, "places": [a Place
-    # as JSON, most frequent first]}.
-    # Names: forward, backward (the lines of training), loss_not_finite, between (the program's own lines between the phases), empty_cache,
-    # gc_collect, save, anomaly, set_threads, data_parallel, zero_grad, zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad
-    # (a forward pass of a model in eval mode with gradients on)
+    # Counted calls: name -> {"calls": a step, "ms": a step, "most": calls of the busiest line over the whole
+    # run, "places": [a Place as JSON, most frequent first]}.
+    # Names: forward, backward (the lines of training), loss_not_finite, between (the program's own lines
+    # between the phases), empty_cache, gc_collect, save, anomaly, set_threads, data_parallel, zero_grad,
+    # zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad (a forward pass of a model in
+    # eval mode with gradients on)
     events: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)

@@ -1,14 +1,15 @@
-"""The pulse of a program: one page of memory, in a file, into which it writes what it does and which who watches over it reads. Nobody waits for anybody.
+"""The heartbeat of a program: a memory-mapped page that the program writes and its monitor reads.
 
-The folder of the pulses of one run is named by FLATOUT_PULSE. Every Python process of the program has in it
+Neither waits for the other. FLATOUT_PULSE names the folder of the heartbeats of one run. Every Python process
+of the program has these files in it:
 
-    pulse.<pid>      the page: numbers of eight bytes, at the places below
-    stack.<pid>      where its Python stack is written to when it is asked for (SIGNAL), through the descriptor STACK
-    workers.<pid>    the loader workers that it has started: a line each, ``number pid``
-    failed.<pid>     JSON: the exception that has ended it
+    pulse.<pid>      the page: 8-byte numbers at the places below
+    stack.<pid>      receives the Python stack on SIGNAL, through the descriptor STACK
+    workers.<pid>    the loader workers that it started: one ``number pid`` per line
+    failed.<pid>     JSON: the exception that ended it
 
-Writing a number costs a tenth of a microsecond, reads no clock and makes no system call. Steps are counted by hooks (`capture.pulse`); saves tell
-of themselves (`saved`, `went_on`), and cost nothing where nobody watches.
+Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
+steps (`capture.pulse`). Checkpoints report themselves (`saved`, `went_on`), at no cost without a monitor.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from typing import Any
 
 FOLDER = "FLATOUT_PULSE"
 BYTES = 4096
-# Places in the page. BEATS: signs of life that are none of the others. SAVES: how many; SAVED: the step of the newest, and one more; SAVED_AT: steps of this
-# process when it was written. WENT_ON: saves that were read. NOT_FINITE: the step whose loss was not, and one more. RANK: and one more. SIGNAL: asks for the
-# stack, which is written to the descriptor STACK.
+# Places in the page. BEATS: signs of life that no other place counts. SAVES: number of checkpoints. SAVED:
+# the step of the newest, plus 1. SAVED_AT: steps of this process when it was written. WENT_ON: number of
+# checkpoints read. NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1.
+# SIGNAL: requests the stack, which is written to the descriptor STACK.
 BEATS, STEPS, PHASE, BACKWARDS, BATCHES, SAVES, SAVED, SAVED_AT, WENT_ON, NOT_FINITE, RANK, SIGNAL, STACK = range(13)
-# What a process does. Its own word for it; what is compiled or imported is seen in its stack.
+# Phase of a process, as it reports it. Compiling and importing show in its stack.
 STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING, ENDING = range(9)
 
 
 class Pulse:
-    """The page of this process. ``words`` are the numbers; where no page can be had, they are kept for nobody."""
+    """The page of this process.
+
+    ``words`` are the numbers. If the page cannot be mapped, they stay in private memory.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = folder, os.getpid()
@@ -37,15 +42,15 @@ class Pulse:
         try:
             self._map()
         except (OSError, ValueError):
-            pass  # the watcher is gone, or the memory it lies in full: the program does not need it
+            pass  # the monitor is gone, or its file system is full: the program does not need the page
 
     def _map(self) -> None:
         import mmap
 
-        # There may be one: of the same process before it has become (exec) what it is now.
+        # The file may exist, from the same process before an exec.
         handle = os.open(os.path.join(self.folder, f"pulse.{self.pid}"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(handle, 0, BYTES)  # a page that is missing later would end the program (SIGBUS)
+            os.posix_fallocate(handle, 0, BYTES)  # without it, a full disk would raise SIGBUS later
             page = mmap.mmap(handle, BYTES)
             page[:] = bytes(BYTES)
             self.words = memoryview(page).cast("Q")
@@ -54,7 +59,10 @@ class Pulse:
 
 
 class Seen:
-    """The page of another process. Raises OSError where there is none, ValueError for what is no page yet."""
+    """The page of another process.
+
+    Raises OSError if it is missing, and ValueError if it is not complete yet.
+    """
 
     def __init__(self, path: str) -> None:
         import mmap
@@ -72,7 +80,7 @@ class Seen:
 
     @property
     def signs(self) -> int:
-        """Of life, so far."""
+        """Return the number of signs of life so far."""
         return self[BEATS] + self[STEPS] + self[BACKWARDS] + self[BATCHES]
 
     @property
@@ -84,7 +92,7 @@ _own: Pulse | None = None
 
 
 def begin(folder: str) -> Pulse:
-    """The page of this process from here on; a forked child begins one of its own."""
+    """Create the page of this process. A forked child creates its own."""
     global _own
     _own = Pulse(folder)
     return _own
@@ -94,7 +102,10 @@ _exactly = False
 
 
 def goes_on_exactly(exactly: bool = True) -> None:
-    """Whether this program is gone on with from saves of ours: then what it saves itself does not count."""
+    """Set whether flatout resumes this program from its own checkpoints.
+
+    Then the program's own checkpoints do not count.
+    """
     global _exactly
     _exactly = exactly
     if not exactly and _own is not None:
@@ -105,19 +116,22 @@ _own_way: Callable[[str], None] | None = None
 
 
 def when_it_resumes_by_itself(hear: Callable[[str], None]) -> None:
-    """``hear`` is called with the file or folder that a program goes on from by itself when it is started again."""
+    """Register ``hear``, which is called with the file or folder from which a program resumes by itself."""
     global _own_way
     _own_way = hear
 
 
 def resumes_by_itself(place: str | os.PathLike[str]) -> None:
-    """Said by whoever goes on from saves in ``place``."""
+    """Report that this program resumes by itself from checkpoints in ``place``."""
     if _own_way is not None:
         _own_way(os.fspath(place))
 
 
 def saved(step: int | None = None) -> None:
-    """A save is complete from which this program can go on; ``step``: how many steps it is of, where that is known."""
+    """Report a complete checkpoint from which this program can resume.
+
+    ``step`` is its number of steps, if known.
+    """
     if _own is not None and not (_exactly and step is None):
         words = _own.words
         words[SAVED_AT] = words[STEPS]
@@ -128,7 +142,7 @@ def saved(step: int | None = None) -> None:
 
 
 def goes_on_here() -> None:
-    """The steps so far were those of an earlier start, gone through again; what comes now is new."""
+    """Report that the steps so far repeated those of an earlier start. From here on they are new."""
     if _own is not None:
         words = _own.words
         words[BEATS] += words[STEPS]
@@ -136,7 +150,7 @@ def goes_on_here() -> None:
 
 
 def went_on() -> None:
-    """This program has read a save."""
+    """Report that this program has read a checkpoint."""
     if _own is not None:
         _own.words[WENT_ON] += 1
         _own.words[BEATS] += 1

@@ -1,7 +1,7 @@
-"""The plain records between measuring and showing. Everything here is JSON, and the file on disk is the interface.
+"""Records passed between measuring and rendering. They are JSON, and the file on disk is the interface.
 
-Times are milliseconds unless a name says otherwise. A *tick* is the unit of measuring: one optimizer cycle, or one
-backward pass where a cycle holds many (LBFGS) and lasts seconds.
+Times are milliseconds unless a name says otherwise. A *tick* is the unit of measurement: one optimizer cycle,
+or one backward pass if a cycle has many (LBFGS) and lasts seconds.
 """
 
 from __future__ import annotations
@@ -15,26 +15,33 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
-NOT_SLOWER = 0.98  # a plan whose median is a gain is kept where the low end of its interval is at least this
-PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")  # exchange: of gradients with other ranks, as far as it was waited for
+NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
+PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")  # exchange: exposed exchange of gradients with other ranks
 
 
 class Record:
-    """JSON both ways; a field's annotation says which records lie inside. Unknown keys are ignored, so that an older flatout can show a newer record."""
+    """Base class of records, with conversion to and from JSON.
+
+    Annotations of fields name nested records. Unknown keys are ignored, so that an older flatout can show a
+    newer record.
+    """
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Raises TypeError or AttributeError for what is JSON, and no such record."""
+        """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
         kinds = _kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
 
 
 @dataclass
 class ProgramRecord(Record):
-    """What a command asked of a program, with which versions, and how that ended. A subclass gives ``schema`` its own number."""
+    """Command, versions and outcome of a flatout command on a program.
+
+    A subclass sets its own ``schema`` number.
+    """
 
     command: list[str]
     cwd: str
@@ -53,14 +60,17 @@ def _kinds(record: type[Record]) -> dict[str, Any]:
 
 
 def _revived(kind: Any, value: Any, key: str) -> Any:
-    """``value`` as ``kind`` says: tables become records, in lists and in tables of them too."""
+    """Convert ``value`` to the annotated type ``kind``.
+
+    Tables become records, also in lists and in tables of them.
+    """
     if get_origin(kind) is UnionType:
         kind = next((one for one in get_args(kind) if _holds_records(one)), None)
     if value is None or isinstance(value, Record) or not _holds_records(kind):
         return value
     container = get_origin(kind) or dict
     if not isinstance(value, container):
-        raise TypeError(f"{key} is a {'list' if container is list else 'table'}, not {type(value).__name__}")
+        raise TypeError(f"{key} must be a {'list' if container is list else 'table'}, not {type(value).__name__}")
     if container is list:
         return [_revived(get_args(kind)[0], each, key) for each in value]
     if get_origin(kind) is dict:
@@ -76,7 +86,10 @@ def _holds_records(kind: Any) -> bool:
 
 @dataclass
 class Ratio(Record):
-    """How many times faster B is than A, with an interval of the level ``CONFIDENCE``. ``n`` counts the pairs or blocks behind it."""
+    """How many times as fast B is as A, with an interval of the level ``CONFIDENCE``.
+
+    ``n`` is the number of pairs or blocks.
+    """
 
     median: float
     low: float
@@ -84,17 +97,20 @@ class Ratio(Record):
     n: int
 
     def against(self, factor: float) -> Ratio:
-        """The same B against something ``factor`` times faster than A."""
+        """Return the ratio of the same B to a baseline that is ``factor`` times as fast as A."""
         return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)
 
     @property
     def certain(self) -> bool:
-        """Whether the whole interval is a gain."""
+        """Return whether the whole interval is a gain."""
         return self.low > 1.0
 
     @property
     def chance(self) -> float:
-        """Roughly how probable it is that B is faster at all: the lower half of the interval as a normal law of the logarithm."""
+        """Return the approximate probability that B is faster at all.
+
+        The lower half of the interval is taken as a normal distribution of the logarithm.
+        """
         if not 0 < self.low < self.median:
             return float(self.median > 1.0)
         return 0.5 * math.erfc(-QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2))
@@ -115,12 +131,19 @@ class PhaseTime(Record):
 
 @dataclass
 class TrialRecord(Record):
-    """What one trial left behind: its ``result.json``.
+    """Result of one trial: its ``result.json``.
 
-    ``status`` is ``finished`` (stopped by us), ``ended`` (the program came to its own end), ``failed`` (it raised,
-    or left with an exit code), ``broken`` (flatout itself made a mistake), ``hung`` or ``unattached``. ``losses`` are
-    hexadecimal floats, one for each backward pass since the start, warm-up included; ``loss_steps`` is the step each
-    belongs to.
+    ``status`` is one of:
+
+    * ``finished``: stopped by flatout
+    * ``ended``: the program ended by itself
+    * ``failed``: it raised, or exited with an error code
+    * ``broken``: an internal error of flatout
+    * ``hung``
+    * ``unattached``
+
+    ``losses`` are hexadecimal floats, one per backward pass since the start, including the warm-up.
+    ``loss_steps`` is the step of each.
     """
 
     status: str
@@ -139,7 +162,7 @@ class TrialRecord(Record):
     loss_steps: list[int] = field(default_factory=list)
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
-    draws: list[list[list[float]]] = field(default_factory=list)  # a few samples fetched again and again: by round, by sample
+    draws: list[list[list[float]]] = field(default_factory=list)  # a few samples fetched repeatedly: by round, by sample
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"
@@ -153,14 +176,17 @@ class TrialRecord(Record):
 
     @property
     def last_line(self) -> str:
-        """Of why it ended, or of what it said last; without its stop."""
+        """Return the last line of the reason or of the output, without a full stop."""
         lines = (self.reason or self.log_tail).strip().splitlines()
         return lines[-1].strip().rstrip(".")[:300] if lines else self.status
 
 
 @dataclass
 class LeverRecord(Record):
-    """How one lever ended in a session. ``ratio`` is against the plain program, None where nothing was measured."""
+    """Outcome of one lever in a session.
+
+    ``ratio`` is against the plain program, or None if nothing was measured.
+    """
 
     name: str
     value: Any
@@ -176,7 +202,7 @@ class LeverRecord(Record):
 
 @dataclass
 class GuardCheck(Record):
-    """One comparison of the guard: what was compared, the value seen, the limit it must stay below."""
+    """One check of the guard: what was compared, the value, and the limit that it must stay below."""
 
     name: str
     passed: bool
@@ -187,9 +213,10 @@ class GuardCheck(Record):
 
 @dataclass
 class GuardRecord(Record):
-    """``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` says it in words.
+    """Verdict of the guard, with its reason.
 
-    ``plain_losses`` and ``tuned_losses`` hold one curve a seed, aligned by position; ``seeds`` names them.
+    ``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` explains it.
+    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them.
     """
 
     verdict: str
@@ -202,7 +229,7 @@ class GuardRecord(Record):
 
 @dataclass
 class Side(Record):
-    """One side of the before-and-after: the plain program, or the program under the best Plan."""
+    """Figures of the plain program, or of the program under the best Plan."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     step_ms: float | None = None
@@ -216,7 +243,7 @@ class Side(Record):
 
 @dataclass
 class Contest(Record):
-    """One comparison that was tried: a Plan against the plain program (or against another Plan)."""
+    """One comparison: a Plan against the plain program or another Plan."""
 
     plan: str
     against: str
@@ -227,13 +254,16 @@ class Contest(Record):
     n: int
     note: str = ""
     seconds: float = 0.0
-    host: str = ""  # of other machines, those that measured it
+    host: str = ""  # remote machines that measured it
 
 
 @dataclass
 class Point(Record):
-    """One place on the frontier of time and memory. ``ratio`` is against the first point, None for that one or where nothing could be measured;
-    ``peak_bytes`` is the most that tensors took within a steady step. ``chosen`` marks the plan that was taken."""
+    """One point of the frontier of time and memory.
+
+    ``ratio`` is against the first point. It is None for that point, and if nothing could be measured.
+    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan.
+    """
 
     plan: str
     peak_bytes: int | None = None
@@ -245,7 +275,10 @@ class Point(Record):
 
 @dataclass
 class Prediction(Record):
-    """What a profile's finding promised, and what the lever that came nearest to it brought. ``measured`` is None where none was measured."""
+    """Prediction of a profile's finding, and the measured ratio of its fastest lever.
+
+    ``measured`` is None if none was measured.
+    """
 
     rule: str
     name: str
@@ -264,8 +297,12 @@ class Prediction(Record):
 
 @dataclass
 class RankPace(Record):
-    """What a step is for one rank: medians of the whole, of the waits for data, of its own work, of the exchange that was not hidden; means of the number
-    of its samples and of the elements that it hands to the model."""
+    """Step of one rank.
+
+    Times are medians of the whole step, of the waits for data, of its own work, and of the exchange that was
+    not hidden. ``samples`` and ``elements`` are means: its samples, and the elements that it passes to the
+    model.
+    """
 
     rank: int
     host: str
@@ -279,27 +316,32 @@ class RankPace(Record):
 
 @dataclass
 class RanksRecord(Record):
-    """A program as ``procs`` ranks beside the same as one process. ``ratio`` says how many times as fast; ``sent_bytes`` are what a rank hands over in a step.
+    """Comparison of a program as ``procs`` ranks with the same program as one process.
 
-    ``lost_ms`` of a step go into waiting for the slowest rank; ``imbalance`` says which that is and why, where it is worth saying.
+    ``ratio`` is how many times as fast the ranks are. ``sent_bytes`` is what a rank contributes to the
+    exchange per step. ``lost_ms`` of a step are spent waiting for the slowest rank. ``imbalance`` names that
+    rank and the cause, if relevant.
     """
 
     procs: int
     division: dict[str, Any] = field(default_factory=dict)
     gpus: bool = False
-    shards: bool = False  # each keeps a part of the weights
+    shards: bool = False  # each rank keeps a part of the weights
     one_process_ms: float | None = None
     ratio: Ratio | None = None
     sent_bytes: float = 0.0
     lost_ms: float = 0.0
     imbalance: str = ""
     paces: list[RankPace] = field(default_factory=list)
-    why_not: str = ""  # nothing could be compared or heard
+    why_not: str = ""  # reason for a missing comparison or recording
 
 
 @dataclass
 class NamedRecord(Record):
-    """A lever that changes what is learned, tried because a person has named it: ``ratio`` against the plain program, and the losses of both from one seed."""
+    """A lever that changes what is learned, tried because the user named it.
+
+    ``ratio`` is against the plain program. The losses of both start from the same seed.
+    """
 
     plan: str
     ratio: Ratio | None = None
@@ -310,7 +352,7 @@ class NamedRecord(Record):
 
 @dataclass
 class SessionRecord(Record):
-    """Everything one `flatout tune` learned. Saved after every contest as ``session.json``."""
+    """Everything that one `flatout tune` learned. Saved after every comparison as ``session.json``."""
 
     command: list[str]
     cwd: str
@@ -327,27 +369,27 @@ class SessionRecord(Record):
     best: Side = field(default_factory=Side)
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
-    disturbance: str = ""  # what other programs did to the machine meanwhile, where it is worth saying
-    undecided: bool = False  # the plain program stays because time or a quiet machine was missing, not because nothing is faster
-    obstacle: str = ""  # what stands in the way of more, with the command that would help
+    disturbance: str = ""  # load by other programs meanwhile, if relevant
+    undecided: bool = False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
+    obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     levers: list[LeverRecord] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
-    blocks: list[dict[str, Any]] = field(default_factory=list)  # every measured block: process, what was on, at_s, window of ticks, ms, host
+    blocks: list[dict[str, Any]] = field(default_factory=list)  # measured blocks: process, levers on, at_s, window of ticks, ms, host
     payback_steps: int | None = None
-    memory_limit_bytes: int | None = None  # what was asked for
-    frontier: list[Point] = field(default_factory=list)  # time against memory, in the order of measuring; the first is the point of comparison
-    ranks: RanksRecord | None = None  # where the program was tuned as several
+    memory_limit_bytes: int | None = None  # as requested
+    frontier: list[Point] = field(default_factory=list)  # time against memory, in measured order; the first is the reference
+    ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
-    predictions: list[Prediction] = field(default_factory=list)  # of the profile that told the search where to begin
+    predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     scene: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:
-        """Raises TypeError or AttributeError for what is JSON, and no session."""
+        """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
         record = super().from_json(data)
         if not isinstance(record.command, list) or not isinstance(record.key, dict):
-            raise TypeError("command is a list and key a table")
+            raise TypeError("command must be a list and key a table")
         return record

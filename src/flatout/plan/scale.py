@@ -1,4 +1,4 @@
-"""What `flatout scale` foretells: links and networks by name or by hand, what one device needs for a step, and the record."""
+"""Input and records of `flatout scale`: links and networks, the timing of one device, and the predictions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ STRATEGIES = ("ddp", "fsdp", "hybrid", "local")
 
 @dataclass
 class Link(Record):
-    """What carries bytes from one device to the next, as a collective sees it.
+    """A link between devices, as a collective sees it.
 
-    ``bandwidth_bytes_per_s`` is what gets through in one direction; ``latency_us`` is of one hop, ``start_us`` of a whole collective. ``cards`` are the
-    network cards of a node, 0 where each device has its own. ``contention`` is the share of its computing that a device loses while it fills this link.
+    ``bandwidth_bytes_per_s`` is the achieved bandwidth in one direction. ``latency_us`` is per hop,
+    ``start_us`` per collective. ``cards`` is the number of network cards per node, or 0 if each device has
+    its own. ``contention`` is the share of its computation that a device loses while it fills this link.
     """
 
     name: str
@@ -32,22 +33,28 @@ class Link(Record):
 
 
 def _nccl(name: str, gb_per_s: float, latency_us: float, inside: bool = False, contention: float = 0.1) -> Link:
-    # 8.4 us before the first hop: NCCL's own model of a ring with its Simple protocol, baseLat in src/graph/tuning.cc (NVIDIA/nccl, commit 01afd20).
+    # 8.4 us before the first hop: NCCL's own model of a ring with its Simple protocol, baseLat in
+    # src/graph/tuning.cc (NVIDIA/nccl, commit 01afd20).
     return Link(name, gb_per_s * GB, latency_us, start_us=8.4, inside=inside, contention=contention)
 
 
 def _ethernet(name: str, line_gbit_per_s: float) -> Link:
-    # 1448 of 1538 bytes on the wire are the program's: 1500 bytes of IPv4 and TCP with time stamps, and 38 of Ethernet's header, check, preamble and gap
-    # (IEEE 802.3; RFC 9293, RFC 7323). 25 us a hop is a small message of MPICH through the kernel's TCP (osu_latency, gist jfgrimm/3af692a5475b).
-    # One card a node. TCP may not fill 100 Gb/s: what `iperf3` gives can be said by hand.
+    # 1448 of 1538 bytes on the wire are payload: a frame has 1500 bytes of IPv4 and TCP with time stamps, and
+    # 38 of Ethernet header, checksum, preamble and gap (IEEE 802.3; RFC 9293, RFC 7323). 25 us a hop is a
+    # small message of MPICH through the kernel's TCP (osu_latency, gist jfgrimm/3af692a5475b). One card per
+    # node. TCP may not fill 100 Gb/s: measure with `iperf3` and set the bandwidth explicitly.
     return Link(name, line_gbit_per_s / 8 * 1448 / 1538 * GB, 25.0, start_us=8.4, cards=1)
 
 
-# Bandwidths of NVLink, PCIe and InfiniBand are those that NCCL counts on: src/graph/topo.h (NVIDIA/nccl, commit 069a3d4), in GB/s and one direction. Hops
-# are hwLat of src/graph/tuning.cc (commit 01afd20), ring, Simple: NVLink 3.4 us, PCI 5.7 us, network 9.6 us.
-# Contention: a byte that a GPU sends on and adds up, and copies into its bucket and out, crosses its memory about eight times, which keeps it as busy as NVLink
-# is. Calibrated on one published run: BERT-large in float32 takes 446 ms on one V100 and 495 on eight; OVERHEAD of `flatout scale` and the 19.6 ms of
-# its all-reduce on NVLink, all of them, are those 49. Other links carry about a tenth of what NVLink does, so they take a tenth of the device.
+# Bandwidths of NVLink, PCIe and InfiniBand are those that NCCL assumes: src/graph/topo.h (NVIDIA/nccl, commit
+# 069a3d4), in GB/s and one direction. Hops are hwLat of src/graph/tuning.cc (commit 01afd20), ring, Simple:
+# NVLink 3.4 us, PCI 5.7 us, network 9.6 us.
+#
+# Contention: a byte that a GPU forwards and reduces, and copies into its bucket and out, crosses its memory
+# about eight times, which keeps memory as busy as NVLink.
+# Calibrated on one published run: BERT-large in float32 takes 446 ms on one V100 and 495 ms on eight.
+# OVERHEAD of `flatout scale` plus all 19.6 ms of its all-reduce on NVLink are those 49 ms. Other links carry
+# about a tenth of NVLink, so they take a tenth of the device.
 LINKS = (
     _nccl("nvlink2", 6 * 20.0, 3.4, inside=True, contention=1.0),  # V100: 6 links, SM70_NVLINK_BW
     _nccl("nvlink3", 235.0, 3.4, inside=True, contention=1.0),  # A100: 12 links of SM80_NVLINK_BW are 240; tuning.cc expects 235
@@ -56,8 +63,9 @@ LINKS = (
     _nccl("pcie3", 12.0, 5.7, inside=True),  # x16, PCI_BW
     _nccl("pcie4", 24.0, 5.7, inside=True),  # twice the rate of the third generation (PCI-SIG)
     _nccl("pcie5", 48.0, 5.7, inside=True),  # twice the rate of the fourth
-    # InfiniBand: NET_BW is 12 of a line's 12.5 GB/s; four HDR cards come to 96 of 100 in NVIDIA/nccl-tests issue 119. A card for each device, as in DGX A100
-    # (8 HDR) and DGX H100 (8 NDR); `cards=` says otherwise. Rates: InfiniBand Trade Association, "InfiniBand Roadmap".
+    # InfiniBand: NET_BW is 12 of a line's 12.5 GB/s; four HDR cards reach 96 of 100 in NVIDIA/nccl-tests
+    # issue 119. One card per device, as in DGX A100 (8 HDR) and DGX H100 (8 NDR), unless `cards=` overrides
+    # it. Rates: InfiniBand Trade Association, "InfiniBand Roadmap".
     _nccl("ib-edr", 12.0, 9.6),  # 100 Gb/s
     _nccl("ib-hdr", 24.0, 9.6),  # 200 Gb/s
     _nccl("ib-ndr", 48.0, 9.6),  # 400 Gb/s
@@ -67,8 +75,9 @@ LINKS = (
     _ethernet("ethernet-25g", 25.0),
     _ethernet("ethernet-100g", 100.0),
     _ethernet("ethernet-200g", 200.0),
-    # gloo between two processes of one machine: the quickest of 60 to 400 all-reduces each of 4 KiB to 16 MiB (2 cores of an AMD EPYC 9004, torch 2.14.1, busy
-    # machine, 2026-11-22). Processes carry the bytes themselves; `bench/scaling.py --here` measures what is left for computing.
+    # gloo between two processes of one machine: the fastest of 60 to 400 all-reduces each of 4 KiB to 16 MiB
+    # (2 cores of an AMD EPYC 9004, torch 2.14.1, busy machine, 2026-11-22). The processes move the bytes
+    # themselves; `bench/scaling.py --here` measures what is left for computation.
     Link("loopback", 1.1 * GB, 130.0, contention=0.9, inside=True),
 )
 NETWORKS = {link.name: link for link in LINKS}
@@ -80,14 +89,17 @@ _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def read_link(text: str, option: str = "--network") -> Link:
-    """``ib-ndr``; ``ib-ndr,cards=4``; ``bandwidth=100Gb/s,latency=5us``. What is written beside a name changes that link. Raises UsageError."""
+    """Parse ``ib-ndr``, ``ib-ndr,cards=4`` or ``bandwidth=100Gb/s,latency=5us``.
+
+    Settings after a name change that link. Raises UsageError.
+    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     known = NETWORKS.get(words[0].lower()) if words and "=" not in words[0] else None
     if not words or ("=" not in words[0] and known is None):
-        raise UsageError(f"{option}: {text!r} is no network that has a name here. Names: {', '.join(NETWORKS)}; or by hand, bandwidth=100Gb/s,latency=5us.")
+        raise UsageError(f"{option}: unknown network {text!r}. Known names: {', '.join(NETWORKS)}; or set bandwidth=100Gb/s,latency=5us.")
     said = dict(word.partition("=")[::2] for word in (words[1:] if known else words))
     if known is None and "bandwidth" not in said:
-        raise UsageError(f"{option} {text}: a network by hand needs its bandwidth, as in bandwidth=100Gb/s,latency=5us.")
+        raise UsageError(f"{option} {text}: a custom network needs a bandwidth, as in bandwidth=100Gb/s,latency=5us.")
     link = replace(known, name=text) if known else Link(text, 0.0, 0.0, inside=option == "--inside")
     for name, value in said.items():
         link = _with(link, name.strip(), value.strip(), option)
@@ -97,7 +109,7 @@ def read_link(text: str, option: str = "--network") -> Link:
 def _with(link: Link, name: str, value: str, option: str) -> Link:
     try:
         if name == "bandwidth":
-            # Only the letter of the unit tells bits from bytes; 100Gb/s is an eighth of 100GB/s.
+            # Only the case of the unit distinguishes bits from bytes: 100Gb/s is an eighth of 100GB/s.
             found = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
             rate = float(found[1]) * _POWERS[found[2]] / (1 if found[3] in ("B", "byte") else 8) if found else 0.0
             if rate > 0:
@@ -113,17 +125,17 @@ def _with(link: Link, name: str, value: str, option: str) -> Link:
             return replace(link, contention=float(value))
     except ValueError:
         pass
-    raise UsageError(f"{option}: {name}={value} cannot be read. Write bandwidth=100Gb/s (bits) or 12.5GB/s (bytes), latency=5us, start=10us, cards=8 (a node; "
-                     "0: one a device), contention=0.2 (of the computing beside it).")
+    raise UsageError(f"{option}: {name}={value} is invalid. Use bandwidth=100Gb/s (bits) or 12.5GB/s (bytes), latency=5us, start=10us, cards=8 (per node; "
+                     "0: one per device), contention=0.2 (share of concurrent computation that is lost).")
 
 
 def read_devices(text: str) -> list[int]:
-    """``8``; ``1,2,6``; ``8..1024``, which doubles. Raises UsageError."""
+    """Parse ``8``, ``1,2,6`` or ``8..1024``, which doubles. Raises UsageError."""
     found: list[int] = []
     for word in text.split(","):
         low, dots, high = word.strip().partition("..")
         if not low.isdigit() or (dots and not high.isdigit()) or not 1 <= int(low) <= int(high or low) <= MOST_DEVICES:
-            raise UsageError(f"--gpus {text}: {word.strip()!r} is no number of devices. Write 8, or 1,2,4, or 8..1024, which doubles from 8 on.")
+            raise UsageError(f"--gpus {text}: {word.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8.")
         count, last = int(low), int(high or low)
         while count <= last:
             found.append(count)
@@ -133,9 +145,10 @@ def read_devices(text: str) -> list[int]:
 
 @dataclass
 class Timing(Record):
-    """What one device needs for one step with ``samples`` samples. ``host_ms`` is waiting for data, copies and everything in no other phase.
+    """Time of one device for one step with ``samples`` samples.
 
-    ``passes`` are the backward passes of a step; forward and backward are the sum over them.
+    ``host_ms`` is the wait for data, copies and everything in no other phase. ``passes`` are the backward
+    passes of a step; forward and backward are sums over them.
     """
 
     forward_ms: float
@@ -152,10 +165,11 @@ class Timing(Record):
 
 @dataclass
 class ScalePoint(Record):
-    """One strategy on so many devices. ``step_ms`` is the sum of computing, overhead and what of the communication nothing hides.
+    """Prediction of one strategy at one number of devices.
 
-    ``efficiency`` is the samples/s of all devices over those of as many alone. ``wire_bytes`` is what each device sends in a step. ``why_not``: a sentence
-    where the point cannot be; then the figures are None.
+    ``step_ms`` is the sum of computation, overhead and exposed communication. ``efficiency`` is the samples/s
+    of all devices relative to the same number of independent devices. ``wire_bytes`` is what each device
+    sends per step. ``why_not`` is the reason for an impossible point, whose figures are None.
     """
 
     strategy: str
@@ -175,7 +189,10 @@ class ScalePoint(Record):
 
 @dataclass
 class ScaleRecord(ProgramRecord):
-    """``timing`` is as measured; ``compute_scale`` says how many times faster the device is that the prediction is for."""
+    """Result of `flatout scale`.
+
+    ``timing`` is as measured. ``compute_scale`` is how many times as fast the target device is.
+    """
 
     schema: int = SCALE_SCHEMA
     scaling: str = "weak"  # weak | strong
@@ -184,13 +201,13 @@ class ScaleRecord(ProgramRecord):
     node: int = 1
     timing: Timing | None = None
     second: Timing | None = None  # another batch size, for strong scaling
-    fixed_share: float | None = None  # of a step's computing, however small the batch; where there is no second point
+    fixed_share: float | None = None  # share of a step's computation that does not shrink with the batch, without a second point
     compute_scale: float = 1.0
-    overhead: float = 0.0  # of the computing, where there is more than one device
+    overhead: float = 0.0  # as a share of computation, with more than one device
     local_steps: int = 1
     parameter_bytes: float = 0.0
     tensor_bytes: list[int] = field(default_factory=list)  # of the gradients, in the order in which they become ready
-    measured: str = ""  # where the times come from
+    measured: str = ""  # source of the times
     points: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""What of a command line is kept and shown: everything but its secrets."""
+"""Mask the secrets of a command line that is stored and shown."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ OPTION = re.compile(rf"(-{{1,2}}{NAMES})(=.*)?", re.IGNORECASE | re.DOTALL)
 SETTING = re.compile(rf"(\+{{0,2}}{NAMES}=).+", re.IGNORECASE | re.DOTALL)  # hydra's name=value, and a shell's
 IN_URL = re.compile(r"(?<=://)[^/?#\s@]+@")  # user:password@
 IN_QUERY = re.compile(rf"([?&]{NAMES}=)[^&#\s]+", re.IGNORECASE)
-KNOWN = re.compile(  # as the services themselves spell them
+KNOWN = re.compile(  # key formats of well-known services
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,})")
 
 
 def masked(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with a mask where a secret was: after ``--token``, in ``--password=...``, in ``https://user:pw@host``, and what looks like
-    the keys of services that everybody knows."""
+    """Return the words of a command line with secrets masked.
+
+    Masked are values after ``--token``, in ``--password=...`` and in ``https://user:pw@host``, and keys of
+    well-known services.
+    """
     found: list[str] = []
     hide = False
     for word in words:

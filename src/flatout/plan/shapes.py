@@ -1,6 +1,7 @@
-"""JSON that came from elsewhere, brought into the shape that is expected: what does not fit is left out, as if it had not been seen.
+"""Fit untrusted JSON to an expected shape. Parts that do not fit are dropped, as if they were missing.
 
-A shape is a type (``str``), a tuple of types, ``[shape]`` for a list, ``{str: shape}`` for a table of any keys, or a table of known keys.
+A shape is a type (``str``), a tuple of types, ``[shape]`` for a list, ``{str: shape}`` for a table with any
+keys, or a table of known keys.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from typing import Any
 
 
 class Misfit:
-    """What does not fit; never part of a result."""
+    """Marker of a value that does not fit. It is never part of a result."""
 
 
 MISFIT = Misfit()
 
 
 def fitted(value: Any, shape: Any) -> Any:
-    """The value with everything left out that does not fit, or MISFIT where the value itself does not."""
+    """Return the value without the parts that do not fit, or MISFIT if the value itself does not fit."""
     if isinstance(shape, list):
         return [each for item in value if (each := fitted(item, shape[0])) is not MISFIT] if isinstance(value, list) else MISFIT
     if isinstance(shape, dict):

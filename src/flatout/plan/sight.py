@@ -1,7 +1,8 @@
-"""What `flatout doctor` saw of a machine, and what it concludes: plain records, JSON.
+"""Records of `flatout doctor`: the machine snapshot and the checks.
 
-A Sight keeps texts as they were found (files of /proc, what programs printed, tracebacks), so that one recorded elsewhere is judged as if
-it were here. What could not be seen is absent or None, never an invented value: a check must be able to tell "none" from "not looked at".
+A Sight keeps texts as found (files of /proc, output of programs, tracebacks). So a snapshot of another
+machine is checked like this one. A value that is not available is absent or None, never invented: a check
+must be able to tell "none" from "not checked".
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ SIGHT_SCHEMA = 1
 
 
 class Verdict(StrEnum):
-    """The order of the members is the order in which checks are shown."""
+    """Outcome of a check. Checks are shown in the order of the members."""
 
     PROBLEM = "problem"  # training will not start, not use the GPU, or die
     WARNING = "warning"  # it costs time or breaks under load
-    NOTE = "note"  # worth knowing; may be meant
-    UNSEEN = "not seen"  # could not be looked at
+    NOTE = "note"  # worth knowing; may be intended
+    UNSEEN = "not seen"  # could not be checked
     OK = "ok"
 
 
 @dataclass
 class Ran(Record):
-    """One program that was run. ``code`` is None where it was not there, or was ended for taking too long."""
+    """Result of running a program. ``code`` is None if the program is missing or timed out."""
 
     command: list[str]
     code: int | None = None
@@ -44,7 +45,7 @@ class Ran(Record):
 
 @dataclass
 class Disk(Record):
-    """What the file system below a path has, in bytes; ``writable`` is whether this user may write there."""
+    """Space of the file system below a path, in bytes. ``writable`` is whether this user may write there."""
 
     path: str
     total_bytes: int
@@ -55,11 +56,16 @@ class Disk(Record):
 
 @dataclass
 class Sight(Record):
-    """Everything that was seen. ``files`` go by their absolute path, None where there was nothing to read.
+    """Snapshot of a machine.
 
-    ``folders`` holds the names in a folder. ``environment`` holds the variables that matter and no other, ``python`` what this interpreter
-    says of itself, ``packages`` each installed distribution as [name, version, folder], ``torch`` what a child that imported torch wrote
-    (as far as it came), ``libraries`` the CUDA libraries on LD_LIBRARY_PATH by folder, ``preloads`` whether each file of LD_PRELOAD exists.
+    * ``files`` are texts by absolute path, or None if unreadable.
+    * ``folders`` are the names in a folder.
+    * ``environment`` has only the relevant variables.
+    * ``python`` describes this interpreter.
+    * ``packages`` are the installed distributions as [name, version, folder].
+    * ``torch`` is the output of a child that imported torch, as far as it got.
+    * ``libraries`` are the CUDA libraries on LD_LIBRARY_PATH by folder.
+    * ``preloads`` is whether each file of LD_PRELOAD exists.
     """
 
     schema: int = SIGHT_SCHEMA
@@ -81,29 +87,32 @@ class Sight(Record):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Sight:
-        """What does not have its shape counts as not seen. Raises TypeError for what is JSON, and no Sight."""
+        """Read a snapshot.
+
+        Parts of another shape count as missing. Raises TypeError if the JSON is not a snapshot.
+        """
         kept = fitted(data, SHAPE)
         if kept is MISFIT or data.get("schema") != SIGHT_SCHEMA:
-            raise TypeError(f"a Sight is a table with the schema {SIGHT_SCHEMA}")
+            raise TypeError(f"expected a table with the schema {SIGHT_SCHEMA}")
         kept["packages"] = [each for each in kept["packages"] if len(each) == 3] if "packages" in kept else None
         kept["runs"] = {name: Ran.from_json(run) for name, run in kept.get("runs", {}).items() if run.get("command")}
         kept["disks"] = {name: Disk.from_json(disk) for name, disk in kept.get("disks", {}).items() if {"path", "total_bytes", "free_bytes"} <= set(disk)}
         return super().from_json(kept)
 
     def text(self, path: str) -> str | None:
-        """A file's text; None where it was not there or not looked at."""
+        """Return the text of a file, or None if it is missing or was not read."""
         return self.files.get(path)
 
     def variable(self, name: str) -> str | None:
         return (self.environment or {}).get(name)
 
     def distribution(self, name: str) -> str | None:
-        """The version of an installed distribution: of the first one on the path, as Python would take it."""
+        """Return the version of an installed distribution: the first on the path, as for an import."""
         return next((version for found, version, _ in self.packages or () if found == name), None)
 
     @property
     def pci_nvidia(self) -> bool | None:
-        """Whether an NVIDIA display device sits on the PCI bus; None where the bus could not be looked at."""
+        """Return whether the PCI bus has an NVIDIA display device, or None if the bus is not readable."""
         devices = self.folders.get("/sys/bus/pci/devices")
         if devices is None:
             return None
@@ -138,7 +147,11 @@ SHAPE: dict[str, Any] = {
 
 @dataclass
 class Check(Record):
-    """One thing that was looked at. ``seen`` is a sentence with the values in it; ``mend`` is the one command, empty where nothing is wrong."""
+    """One check.
+
+    ``seen`` is a sentence with the observed values. ``mend`` is the command that fixes it, or "" if nothing
+    is wrong.
+    """
 
     code: str
     name: str

@@ -1,8 +1,8 @@
-"""Which rank this process is, told by its environment; no torch is needed to know it.
+"""The rank of this process, read from its environment. Does not need torch.
 
     FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
-    FLATOUT_MEETING    where the ranks meet: ``file:///folder/meeting`` (a torch FileStore), or ``tcp://host:port`` (a torch TCPStore that
-                       somebody else serves: all ranks are its clients)
+    FLATOUT_MEETING    rendezvous of the ranks: ``file:///folder/meeting`` (a torch FileStore), or
+                       ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ MEETING = "FLATOUT_MEETING"
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank among ``world_size``, the ``local_rank``-th of ``local_world_size`` on its machine."""
+    """A rank among ``world_size`` ranks.
+
+    On its machine it is ``local_rank`` among ``local_world_size`` ranks.
+    """
 
     rank: int
     local_rank: int
@@ -26,12 +29,12 @@ class Standing:
     meeting: str
 
     def environment(self) -> dict[str, str]:
-        """What tells a process that it stands here."""
+        """Return the environment variables that give a process this rank."""
         return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {MEETING: self.meeting}
 
 
 def standing(environment: Mapping[str, str] | None = None) -> Standing | None:
-    """Where this process stands, or None where it is the only one."""
+    """Return the rank of this process, or None if it is the only one."""
     found = os.environ if environment is None else environment
     if MEETING not in found or not all(name in found for name in NAMES.values()):
         return None

@@ -1,4 +1,7 @@
-"""Whose files are read, and who else may write to them. A file that anybody could have put there does not decide what is run."""
+"""Check ownership and write permissions of files.
+
+A file that anyone could have written must not decide what runs.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ ROOT = 0
 
 
 def distrusted(path: Path | str, whose: Path | None = None, group: bool = False) -> str:
-    """Why what lies in ``path`` is not to be trusted: another user owns it, or anybody may write to it. "" where all is well, and where nothing is there.
+    """Return why ``path`` is not trusted: another user owns it, or anyone can write to it.
 
-    Whoever owns ``whose``, the script say, is trusted with ``path`` too: that user can have the same done there. ``group``: a group may not write to it
-    either, but for the user's own.
+    The result is "" if it is trusted or missing. The owner of ``whose`` (for example, the script) is trusted
+    with ``path`` too, because that user already controls what runs. With ``group``, write permission of a
+    group is not trusted either, except for the user's own group.
     """
     try:
         about = os.stat(path)
@@ -26,14 +30,17 @@ def distrusted(path: Path | str, whose: Path | None = None, group: bool = False)
     if about.st_uid not in {ROOT, os.geteuid(), *_owner(whose)}:
         return f"it belongs to {_name(about.st_uid)}"
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-        return "anybody may write to it"
+        return "anyone can write to it"
     if group and about.st_mode & stat.S_IWGRP and not _own_group(about.st_gid):
-        return "a whole group may write to it"
+        return "a group can write to it"
     return ""
 
 
 def private_folder(path: Path) -> Path:
-    """A folder of this user alone, made where there is none. Raises StorageError where it is somebody else's, or cannot be made."""
+    """Return a folder that only this user owns, created if missing.
+
+    Raises StorageError if it belongs to somebody else or cannot be created.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -42,11 +49,11 @@ def private_folder(path: Path) -> Path:
             pass
         about = os.lstat(path)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            raise StorageError(f"{path} is {_name(about.st_uid)}'s, and what lies there could be anything. Remove it, or name another folder with TMPDIR.")
+            raise StorageError(f"{path} belongs to {_name(about.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR.")
         if stat.S_IMODE(about.st_mode) != 0o700:
             os.chmod(path, 0o700)
     except OSError as error:
-        raise StorageError(f"cannot make the folder {path}: {error.strerror}. Name another folder with TMPDIR.") from error
+        raise StorageError(f"cannot create the folder {path}: {error.strerror}. Name another folder with TMPDIR.") from error
     return path
 
 
@@ -65,7 +72,10 @@ def _name(user: int) -> str:
 
 
 def _own_group(group: int) -> bool:
-    """Many systems give each user a group of the same name, and let it write to all that the user makes."""
+    """Return whether this is the user's own group.
+
+    Many systems give each user a private group of the same name.
+    """
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""The vocabulary: when a lever acts, what it may change, where a choice came from, how it ended."""
+"""Enumerations: when a lever acts, what it may change, the origin of a choice, and the outcome of a lever."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class Moment(StrEnum):
-    """When a lever acts. The order of the members is the order of the moments in a run."""
+    """When a lever acts. Members are in the order of a run."""
 
     PROCESS = "process"  # before the interpreter starts: environment variables
     IMPORT = "import"  # right after `import torch`
-    LOADER = "loader"  # while a DataLoader is being made
+    LOADER = "loader"  # when a DataLoader is created
     MODEL = "model"  # after the first step, when the root modules are known
     OPTIMIZER = "optimizer"  # after the first step, when the optimizers are known
     STEP = "step"  # between any two steps
@@ -19,11 +19,11 @@ class Moment(StrEnum):
 class Effect(StrEnum):
     """What a lever may change, from nothing to the maths."""
 
-    EXACT = "exact"  # every bit stays
-    ROUNDING = "rounding"  # the same maths, with other rounding in the same number format
-    PRECISION = "precision"  # the same maths, multiplied or sent in half precision
-    RESAMPLED = "resampled"  # the same distribution, other random draws
-    CHANGES_MATH = "changes_math"  # only ever by name, never by the tuner
+    EXACT = "exact"  # results stay the same, bit for bit
+    ROUNDING = "rounding"  # the same maths with different rounding, in the same number format
+    PRECISION = "precision"  # the same maths, with products or communication in half precision
+    RESAMPLED = "resampled"  # the same distribution, different random draws
+    CHANGES_MATH = "changes_math"  # only if named by the user, never chosen by the tuner
 
     @property
     def rank(self) -> int:
@@ -31,7 +31,7 @@ class Effect(StrEnum):
 
 
 class Origin(StrEnum):
-    """Where a choice came from."""
+    """Origin of a choice."""
 
     DEFAULT = "default"
     USER = "user"
@@ -40,8 +40,8 @@ class Origin(StrEnum):
 
 
 class Status(StrEnum):
-    """How a lever ended."""
+    """Outcome of a lever."""
 
     APPLIED = "applied"
-    REJECTED = "rejected"  # measured, and not kept
-    SKIPPED = "skipped"  # not measured, with a sentence that says why
+    REJECTED = "rejected"  # measured and not kept
+    SKIPPED = "skipped"  # not measured, with a reason

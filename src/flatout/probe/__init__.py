@@ -1,1 +1,1 @@
-"""Room 1: looks and touches nothing. Works with torch broken or absent."""
+"""Inspect the machine and the script without changing anything. Works with torch broken or absent."""

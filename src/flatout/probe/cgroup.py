@@ -1,6 +1,7 @@
-"""The control groups of this process, version 1 and 2: what a container, a scheduler or systemd lets it have.
+"""Limits of this process's control groups, version 1 and 2, as set by a container, a scheduler or systemd.
 
-A group's limit is the narrowest of all groups above it. Sources: cgroups(7); the kernel's documentation of cgroup v1 (CFS bandwidth, memory) and v2.
+The effective limit is the lowest of a group and all groups above it. Sources: cgroups(7); the kernel's
+documentation of cgroup v1 (CFS bandwidth, memory) and v2.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned num
 
 @dataclass(frozen=True)
 class Group:
-    """The limits that hold; None is "no limit". ``version`` is 0 where no group of this process could be found."""
+    """The effective limits. None is "no limit". ``version`` is 0 if no group of this process was found."""
 
     version: int
     cores: float | None = None
     memory_bytes: int | None = None
     used_bytes: int | None = None
     processes: int | None = None
-    where: tuple[str, ...] = ()  # the files that the limits stand in
+    where: tuple[str, ...] = ()  # the files with the limits
 
     def files(self, kind: str) -> list[str]:
-        """Those of one kind of limit: cpu, memory or pids."""
+        """Return the files of one kind of limit: cpu, memory or pids."""
         return [path for path in self.where if path.rpartition("/")[2].startswith(kind)]
 
 
 def group(read: Read) -> Group:
-    """Of this process. ``read`` gives the text of a file, or None."""
+    """Return the limits of this process. ``read`` returns the text of a file, or None."""
     all_mounts, paths = mounts(read("/proc/self/mountinfo")), _paths(read("/proc/self/cgroup"))
     where: list[str] = []
     unified = next((m for m in all_mounts if m.kind == "cgroup2"), None)
@@ -58,7 +59,7 @@ def group(read: Read) -> Group:
 
 
 def _paths(text: str | None) -> dict[str, str]:
-    """/proc/self/cgroup: the group's path by controller; "" is version 2."""
+    """Parse /proc/self/cgroup: the path of the group by controller. The key "" is version 2."""
     found = {}
     for line in (text or "").splitlines():
         parts = line.split(":", 2)
@@ -69,9 +70,10 @@ def _paths(text: str | None) -> dict[str, str]:
 
 
 def _folders(mount: Mount, path: str) -> Iterator[str]:
-    """The group's folder and all above it, as far as this mount shows them.
+    """Yield the group's folder and all above it, as far as this mount shows them.
 
-    In a container the path may be the host's while only the own group is mounted: then the mount point is the group.
+    In a container the path may be the host's, while only the own group is mounted. Then the mount point is
+    the group.
     """
     if mount.root != "/":
         path = path[len(mount.root):] if path == mount.root or path.startswith(mount.root + "/") else ""
@@ -81,7 +83,7 @@ def _folders(mount: Mount, path: str) -> Iterator[str]:
 
 
 def _number(read: Read, path: str, where: list[str]) -> float | None:
-    """A limit in a file; its path is noted where it limits at all."""
+    """Return the limit in a file, or None. The path of an actual limit is appended to ``where``."""
     words = (read(path) or "").split()
     if not words or not words[0].isdigit() or int(words[0]) >= UNLIMITED:
         return None
@@ -90,7 +92,10 @@ def _number(read: Read, path: str, where: list[str]) -> float | None:
 
 
 def _used(read: Read, folder: str, name: str) -> int | None:
-    """What a group holds without the files that the kernel can drop at once: after reading data, most of the rest is page cache."""
+    """Return the memory of a group without droppable page cache.
+
+    After reading data, most of the page cache is droppable.
+    """
     used = _number(read, f"{folder}/{name}", [])
     cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read(f"{folder}/memory.stat") or "", re.MULTILINE)
     return None if used is None else max(int(used) - (int(cached[1]) if cached else 0), 0)
@@ -113,7 +118,7 @@ def _quota_v1(read: Read, folder: str, where: list[str]) -> float | None:
 
 
 def _narrowest(found: Iterator[float | None]) -> float | None:
-    # Every file is read, so that all of them are recorded, also where the first is the narrowest.
+    # The list reads every file, so that all of them are recorded.
     return min((limit for limit in list(found) if limit is not None), default=None)
 
 

@@ -1,7 +1,8 @@
-"""What happens in which order: events, the loops that train, and what can happen in one pass of them. walk.py makes the events.
+"""Order of events in the source: the loops that train, and the events of one pass.
 
-Each event knows the loops, the arms, the ``with`` blocks and the functions around it, through calls as well. That is enough for "in the
-same pass, after the backward pass" and never claims to know whether an arm is taken.
+walk.py creates the events. Each event knows the loops, the arms, the ``with`` blocks and the functions around
+it, through calls as well. That answers "in the same pass, after the backward pass". It does not predict
+whether an arm is taken.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Loop:
-    """One visit of a loop: the same loop, reached through two calls, is two of these."""
+    """One visit of a loop. A loop that is reached through two calls has two visits."""
 
     source: Source
     node: ast.AST
-    arms: int = 0  # how many arms stand around it
+    arms: int = 0  # number of arms around it
 
 
 @dataclass(eq=False)
 class Event:
-    """``kind`` is one of: backward, step, zero_grad, clip, unscale, scaler_step, scaler_update, scheduler, profiler_step, set_epoch, train,
-    eval, call, assign. ``subject`` is what it acts on: the loss of a backward pass, the optimizer of a step."""
+    """One event.
+
+    ``kind`` is one of: backward, step, zero_grad, clip, unscale, scaler_step, scaler_update, scheduler,
+    profiler_step, set_epoch, train, eval, call, assign. ``subject`` is the object it acts on: the loss of a
+    backward pass, the optimizer of a step.
+    """
 
     kind: str
     source: Source
@@ -51,7 +56,7 @@ class Event:
         return self.source.place(self.node)
 
     def within(self, *dotted: str) -> Iterator[tuple[Source, ast.Call]]:
-        """The ``with`` blocks and decorators around it that call one of these names."""
+        """Yield the ``with`` blocks and decorators around it that call one of these names."""
         for source, block in self.blocks:
             call = block if isinstance(block, ast.Call) else None
             if source.dotted(call.func if call is not None else block) in dotted and call is not None:
@@ -59,26 +64,29 @@ class Event:
 
 
 def together(one: Event, other: Event) -> bool:
-    """Whether both can happen in one pass: they do not stand in different arms of one ``if``."""
+    """Return whether both can happen in one pass: they are not in different arms of one ``if``."""
     arms = {id(node): arm for node, arm, _ in one.arms}
     return all(arms.get(id(node), arm) == arm for node, arm, _ in other.arms)
 
 
 def implies(one: Event, other: Event) -> bool:
-    """Whether ``other`` happens in every pass in which ``one`` does: all arms around it are also around ``one``."""
+    """Return whether ``other`` happens in every pass in which ``one`` does.
+
+    Then all arms around it are also around ``one``.
+    """
     arms = {(id(node), arm) for node, arm, _ in one.arms}
     return all((id(node), arm) in arms for node, arm, _ in other.arms)
 
 
 @dataclass(eq=False)
 class StepLoop:
-    """The innermost loop that holds a backward pass and a step of an optimizer, and everything that happens in one pass of it."""
+    """The innermost loop with a backward pass and an optimizer step, and all events of one pass."""
 
     loop: Loop
     outer: tuple[Loop, ...]  # the loops around it
     events: list[Event] = field(default_factory=list)
-    around: list[Event] = field(default_factory=list)  # in the outer loops, this one's own events left out
-    apart: list[Event] = field(default_factory=list)  # in the same run, in no loop at all
+    around: list[Event] = field(default_factory=list)  # in the outer loops, without the events of this loop
+    apart: list[Event] = field(default_factory=list)  # in the same run, outside any loop
 
     @property
     def source(self) -> Source:
@@ -88,7 +96,7 @@ class StepLoop:
         return [event for event in self.events if event.kind in kinds]
 
     def zeroes(self, program: Program, event: Event, step: Event) -> bool | None:
-        """Whether ``event`` clears the gradients that ``step`` uses; None where that cannot be told."""
+        """Return whether ``event`` clears the gradients that ``step`` uses, or None if that is unknown."""
         if event.kind != "zero_grad" or event.subject is None or step.subject is None:
             return None
         known = program.values.same(event.source, event.subject, step.source, step.subject)
@@ -98,21 +106,24 @@ class StepLoop:
         return False if optimizer else None  # a module's zero_grad clears the parameters of any optimizer
 
     def one_optimizer(self, program: Program) -> bool:
-        """Whether all its steps are of one optimizer, as far as can be told."""
+        """Return whether all its steps are of one optimizer, as far as known."""
         steps = [step for step in self.of("step", "scaler_step") if step.subject is not None]
         return all(program.values.same(steps[0].source, steps[0].subject, step.source, step.subject) for step in steps[1:])  # type: ignore[arg-type]
 
     def always(self, event: Event) -> bool:
-        """Whether it happens in every pass: no arm and no further loop between this loop and it."""
+        """Return whether it happens in every pass.
+
+        Then there is no arm and no further loop between this loop and it.
+        """
         return event.loops[-1:] == (self.loop,) and not self.arms(event)
 
     def arms(self, event: Event) -> list[tuple[ast.AST, str, Source]]:
-        """The arms between this loop and the event."""
+        """Return the arms between this loop and the event."""
         return list(event.arms[self.loop.arms:])
 
 
 def step_loops(events: list[Event]) -> list[StepLoop]:
-    """Every visited loop that trains, in order."""
+    """Return every visited loop that trains, in order."""
     backward = {loop for event in events if event.kind == "backward" for loop in event.loops}
     found: dict[Loop, StepLoop] = {}
     for event in events:
@@ -128,7 +139,7 @@ def step_loops(events: list[Event]) -> list[StepLoop]:
 
 
 def loops_over(node: ast.AST) -> ast.expr | None:
-    """What a ``for`` or a comprehension goes over, ``enumerate`` and the like taken off."""
+    """Return the iterable of a ``for`` or a comprehension, without ``enumerate`` and similar wrappers."""
     if isinstance(node, (ast.For, ast.AsyncFor)):
         return iterated(node.iter)
     return iterated(node.generators[0].iter) if isinstance(node, COMPREHENSIONS) else None

@@ -1,6 +1,6 @@
-"""Gathers everything of a Sight that can be had by reading: files below a root, this interpreter, the environment, disks.
+"""Collect the readable part of a Sight: files below a root, this interpreter, the environment, disks.
 
-The root is "/" but for tests, which put a container's files below a folder of their own.
+The root is "/" except in tests, which use the files of a container below another folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDERS = ("/sys/bus/pci/devices", "/sys/devices/system/cpu/cpu0", "/dev")
 MAX_BYTES = 1 << 18
 DISPLAY_CLASS = "0x03"
 
-# Whole families, because new members appear with every release; none of them holds a secret.
+# Whole prefixes, because every release adds variables. None of them holds a secret.
 FAMILIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
             "TORCHDYNAMO_", "TRITON_", "NVIDIA_", "PYTHON", "MALLOC_", "MIMALLOC_", "TORCHELASTIC_", "DNNL_", "ONEDNN_")
 NAMES = ("LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "VIRTUAL_ENV", "CONDA_PREFIX", "TMPDIR", "XDG_CACHE_HOME", "BLIS_NUM_THREADS",
@@ -39,7 +39,7 @@ NO_LIBRARY = " (no library)"
 
 
 class Reader:
-    """Files and folders below a root, each noted in the Sight under its own absolute path."""
+    """Reads files and folders below a root, and records each in the Sight under its absolute path."""
 
     def __init__(self, sight: Sight, root: Path) -> None:
         self._sight, self._root = sight, root
@@ -67,13 +67,13 @@ class Reader:
 
 
 def gather(sight: Sight, root: Path = Path("/")) -> Sight:
-    """Fills in what can be read. Whatever is missing or forbidden stays None."""
+    """Fill in everything readable. Missing or forbidden parts stay None."""
     reader = Reader(sight, root)
     for path in (*FILES, "/proc/cpuinfo"):
         reader.text(path)
     for node in numbers(reader.text("/sys/devices/system/node/online")) or ():
         reader.text(f"/sys/devices/system/node/node{node}/cpulist")
-    group(reader.text)  # reads the files that the groups' limits stand in
+    group(reader.text)  # reads the files with the limits of the groups
     for folder in FOLDERS:
         reader.names(folder)
     sight.folders["/dev"] = [n for n in names if n.startswith("nvidia")] if (names := sight.folders["/dev"]) is not None else None
@@ -98,12 +98,15 @@ def gather(sight: Sight, root: Path = Path("/")) -> Sight:
 
 
 def environment(variables: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """The variables that change how a training program runs. Nothing else of the environment is kept: a Sight is shown and shared."""
+    """Return the variables that affect a training program.
+
+    Nothing else of the environment is kept, because a Sight is shown and shared.
+    """
     return {name: value for name, value in sorted(variables.items()) if (name in NAMES or name.startswith(FAMILIES)) and not SECRET.search(name)}
 
 
 def python() -> dict[str, object]:
-    """This interpreter: the one that flatout is installed for."""
+    """Describe this interpreter, the one that flatout is installed for."""
     return {
         "version": platform.python_version(), "implementation": platform.python_implementation(), "executable": sys.executable,
         "machine": platform.machine(), "prefix": sys.prefix, "base_prefix": sys.base_prefix, "user_site": site.getusersitepackages(),
@@ -115,7 +118,7 @@ def python() -> dict[str, object]:
 
 
 def _requirements(distribution: str) -> list[str] | None:
-    """What an installed distribution asks for, as its metadata spells it."""
+    """Return the requirements of an installed distribution, as in its metadata."""
     try:
         return importlib.metadata.requires(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +126,10 @@ def _requirements(distribution: str) -> list[str] | None:
 
 
 def packages(path: list[str]) -> list[list[str]]:
-    """[name, version, folder] of each distribution that matters, in the order of the path: of two of one name, Python takes the first."""
+    """Return [name, version, folder] of each relevant distribution, in the order of the path.
+
+    Of two with the same name, Python uses the first.
+    """
     found = []
     for folder in dict.fromkeys(path):
         try:
@@ -138,9 +144,10 @@ def packages(path: list[str]) -> list[list[str]]:
 
 
 def libraries(path: str) -> dict[str, list[str]]:
-    """The CUDA and torch libraries in each folder of LD_LIBRARY_PATH; an empty list for a folder without, none for one that is not there.
+    """Return the CUDA and torch libraries in each folder of LD_LIBRARY_PATH.
 
-    A file of that name that is no library (an empty one, a text that git left in its place) is marked with NO_LIBRARY.
+    A folder without any has an empty list. A missing folder is left out. A file with such a name that is not
+    a library (empty, or a git placeholder) is marked with NO_LIBRARY.
     """
     found = {}
     for folder in dict.fromkeys(part for part in re.split("[:;]", path) if part):
@@ -156,12 +163,12 @@ def _is_library(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(4) == b"\x7fELF"
-    except OSError:  # a link to nowhere
+    except OSError:  # a dangling link
         return False
 
 
 def space(path: str) -> Disk | None:
-    """Of the file system below a path; of its nearest folder that exists, where it is yet to be made."""
+    """Return the disk space below a path, or below its nearest existing folder."""
     place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -174,7 +181,7 @@ def space(path: str) -> Disk | None:
 
 
 def _first_processor(cpuinfo: str | None) -> str | None:
-    """A machine of 256 cores says the same 256 times."""
+    """Return the first processor only, because all cores repeat the same text."""
     if cpuinfo is None:
         return None
     head = cpuinfo.split("\n\n")[0]
@@ -191,17 +198,21 @@ def _here() -> str:
 def _temporary() -> str:
     try:
         return tempfile.gettempdir()
-    except OSError:  # no folder can be written: that is for a check to say
+    except OSError:  # no writable folder: a check reports it
         return os.environ.get("TMPDIR", "/tmp")
 
 
 def _loadable(path: str) -> bool:
-    """The loader looks for a bare name in its own folders: those are taken as there."""
+    """Return whether a preload exists.
+
+    A bare name counts as existing, because the loader searches its own folders.
+    """
     return "/" not in path or os.path.isfile(path)
 
 
 def _modules_here(folder: str) -> list[str] | None:
-    """What `import` finds in the working folder before everything else: files that end with .py, and packages with a slash."""
+    """Return what `import` finds first in the working folder: .py files, and packages with a trailing slash.
+    """
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,7 +1,8 @@
-"""The CUDA devices that a program started here would see, asked of the driver without importing torch.
+"""List the CUDA devices that a program started here would see, without importing torch.
 
-The driver is asked in a child process: a process that has initialised CUDA cannot fork children that use it, and a training program may want to.
-The driver honours CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, as torch does. Functions and attribute numbers: CUDA driver API, cuda.h.
+A child process queries the driver, because a process that has initialised CUDA cannot fork children that use
+it. The driver respects CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, like torch. Functions and attribute
+numbers: CUDA driver API, cuda.h.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import sys
 from flatout.plan.facts import ASKED_DEVICE, Gpu
 
 LIBRARY = "libcuda.so.1"
-TIMEOUT_S = 30.0  # a card without persistence mode takes seconds to initialise
-IMPORT_S = 120.0  # of torch, from a cold disk
+TIMEOUT_S = 30.0  # a GPU without persistence mode takes seconds to initialise
+IMPORT_S = 120.0  # import of torch from a cold disk
 
 PROBE = """
 import ctypes, json
@@ -41,9 +42,9 @@ print(json.dumps(found))
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """In the order in which torch numbers them; none without a driver, or where it cannot be initialised."""
+    """Return the GPUs in torch's order, or () without a driver or if it cannot be initialised."""
     try:
-        ctypes.CDLL(LIBRARY)  # loading it initialises nothing
+        ctypes.CDLL(LIBRARY)  # loading does not initialise CUDA
     except OSError:
         return ()
     try:
@@ -54,9 +55,9 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def gpus_asked_for() -> tuple[Gpu, ...]:
-    """Those that a program started here trains on: all that are visible, or what `--device` leaves of them."""
+    """Return the GPUs that a program started here trains on: all visible ones, or that of `--device`."""
     index = os.environ.get(ASKED_DEVICE, "").partition(":")[2]
-    gpus = visible_gpus()  # none are, where another kind of device was asked for
+    gpus = visible_gpus()  # empty if another kind of device was requested
     return gpus[int(index):int(index) + 1] if index else gpus
 
 
@@ -73,7 +74,10 @@ print(json.dumps(found))
 
 
 def devices_of_torch(python: str | None = None) -> dict[str, str] | None:
-    """The devices that the torch of this interpreter sees, with their names; None where there is no torch, or it does not answer."""
+    """Return the devices that this interpreter's torch sees, with their names.
+
+    None without torch or an answer.
+    """
     env = {name: value for name, value in os.environ.items() if name != ASKED_DEVICE}
     try:
         asked = subprocess.run([python or sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True, timeout=IMPORT_S, check=True)

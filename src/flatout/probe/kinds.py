@@ -1,4 +1,4 @@
-"""What a call of a known name gives: the kinds of things that a training script is made of."""
+"""Kinds of values in training scripts, by the name of the call that creates them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HINTS = (("Optimizer", ("optimizer", "optim", "opt")), ("Scheduler", ("scheduler
 
 
 def kinds_of_name(dotted: str) -> set[str]:
-    """The kinds of what a call of ``dotted`` gives."""
+    """Return the kinds of the value that a call of ``dotted`` returns."""
     parts = dotted.split(".")
     last, package = parts[-1], parts[0]
     known = {"DataLoader": "DataLoader", "GradScaler": "GradScaler", "SummaryWriter": "SummaryWriter", "ModuleList": "Module", "LightningModule": "Module"}
@@ -39,7 +39,7 @@ def kinds_of_name(dotted: str) -> set[str]:
 
 
 def called_like(name: str, kind: str) -> bool:
-    """Whether a name is one that people give to a thing of this kind: ``optimizer``, ``optimizerD``, ``grad_scaler``."""
+    """Return whether a name is typical for this kind: ``optimizer``, ``optimizerD``, ``grad_scaler``."""
     words = name.lower().strip("_")
     return any(hinted == kind and any(words == word or (words.startswith(word) and len(word) > 3) or words.endswith("_" + word) for word in names)
                for hinted, names in HINTS)

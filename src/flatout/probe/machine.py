@@ -1,4 +1,4 @@
-"""The machine and its software, without importing torch."""
+"""Detect the machine and its software without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jem
 
 
 def look() -> Facts:
-    """Every fact that can be had cheaply. Missing ones stay at their defaults."""
+    """Return all facts that are cheap to get. Missing ones keep their defaults."""
     how = {"cpu": "/proc/cpuinfo", "cores": "sched_getaffinity and the cgroup's quota", "memory_bytes": "sysconf",
            "gpus": "the CUDA driver", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
     model, flags = _cpu()
@@ -69,7 +69,10 @@ def _text(path: str) -> str | None:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel has ended a process of this control group for want of memory; None where that cannot be read."""
+    """Return how many processes of this control group the kernel killed for lack of memory.
+
+    None if unknown.
+    """
     try:
         lines = Path("/sys/fs/cgroup/memory.events").read_text(encoding="utf-8").splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
@@ -95,7 +98,7 @@ def _allocators() -> dict[str, str]:
 
 
 def _file_of(distribution: str, start: str) -> str | None:
-    """The real path of a shared library that a wheel has brought."""
+    """Return the real path of a shared library from a wheel."""
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:

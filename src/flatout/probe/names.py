@@ -1,4 +1,4 @@
-"""What a name stands for: the scopes of one file, everything that binds a name in them, and which bindings may reach a use."""
+"""Name resolution: the scopes of one file, the bindings in them, and which bindings may reach a use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass(eq=False)
 class Binding:
-    """One way in which a name gets a value. ``path`` says which part of ``value`` it is where the target is a tuple.
+    """One binding of a name. ``path`` is the position within ``value`` if the target is a tuple.
 
     ``how`` is one of: import, assign, augment, for, with, parameter, def, class, other.
     """
@@ -20,7 +20,7 @@ class Binding:
     node: ast.AST
     value: ast.expr | None = None
     path: tuple[int, ...] = ()
-    dotted: str = ""  # of an import: what was imported
+    dotted: str = ""  # for an import: the imported name
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Scope:
 
 
 class Names(ast.NodeVisitor):
-    """The scopes of a tree. ``package`` is the dotted package of the file, for imports that begin with dots."""
+    """The scopes of a tree. ``package`` is the dotted package of the file, for relative imports."""
 
     def __init__(self, tree: ast.Module, package: str = "") -> None:
         self.package = package
@@ -50,7 +50,7 @@ class Names(ast.NodeVisitor):
             self.visit(statement)
 
     def lookup(self, node: ast.Name) -> list[Binding]:
-        """Every binding of the name where it is used. Class bodies are not seen from inside their methods."""
+        """Return every binding of the name at this use. Class scopes are not visible inside methods."""
         scope = start = self.at.get(id(node), self.module)
         while True:
             if node.id in scope.elsewhere:
@@ -62,7 +62,10 @@ class Names(ast.NodeVisitor):
             scope = scope.parent
 
     def reaching(self, node: ast.Name) -> list[Binding]:
-        """The bindings that the use may see: backwards to the first one that every way to the use passes."""
+        """Return the bindings that may reach the use.
+
+        The search runs backwards, up to the first binding that every path to the use passes.
+        """
         found = self.lookup(node)
         scope = self.at.get(id(node), self.module)
         if len(found) < 2 or scope.names.get(node.id) is not found:
@@ -80,7 +83,7 @@ class Names(ast.NodeVisitor):
         return reached or found
 
     def ancestors(self, node: ast.AST) -> list[ast.AST]:
-        """From the parent up to the module."""
+        """Return the ancestors from the parent up to the module."""
         found = []
         while id(node) in self.parents:
             node = self.parents[id(node)]
@@ -88,7 +91,7 @@ class Names(ast.NodeVisitor):
         return found
 
     def _block(self, binding: Binding) -> ast.AST:
-        """The statement in whose body a binding acts; a loop's own variable acts in the loop."""
+        """Return the statement in whose body a binding acts. A loop variable acts in its loop."""
         if binding.how in ("for", "with") and isinstance(binding.node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith)):
             return binding.node
         return self.parents.get(id(binding.node), self.module.node)
@@ -101,7 +104,7 @@ class Names(ast.NodeVisitor):
         return any(isinstance(ancestor, (ast.For, ast.AsyncFor, ast.While)) for ancestor in self.ancestors(node))
 
     def arms(self, node: ast.AST) -> list[tuple[ast.If, str]]:
-        """The ifs around a node, innermost first, with the field of each that it stands in."""
+        """Return the ifs around a node, innermost first, with the field that contains it."""
         found, child = [], node
         for ancestor in self.ancestors(node):
             if isinstance(ancestor, ast.If) and not is_main_guard(ancestor):
@@ -110,7 +113,7 @@ class Names(ast.NodeVisitor):
             child = ancestor
         return found
 
-    # -- building ------------------------------------------------------------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------------------
 
     def visit_Name(self, node: ast.Name) -> None:
         self.at[id(node)] = self.here
@@ -234,6 +237,6 @@ def position(node: ast.AST) -> tuple[int, int]:
 
 
 def is_main_guard(node: ast.If) -> bool:
-    """``if __name__ == "__main__":``, which is no condition for a script that is started."""
+    """Return whether this is ``if __name__ == "__main__":``, which is always true for a script."""
     test = node.test
     return isinstance(test, ast.Compare) and any(isinstance(each, ast.Name) and each.id == "__name__" for each in (test.left, *test.comparators))

@@ -1,4 +1,4 @@
-"""Files of /proc and /sys as values. Pure functions: text in, value out, None or nothing for what cannot be understood."""
+"""Parse files of /proc and /sys. Pure functions from text to a value, or None or empty for invalid text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of /proc/<pid>/mountinfo (proc_pid_mountinfo(5)). ``root`` is the folder of the file system that is mounted at ``point``."""
+    """One line of /proc/<pid>/mountinfo (proc_pid_mountinfo(5)).
+
+    ``root`` is the folder of the file system that is mounted at ``point``.
+    """
 
     root: str
     point: str
@@ -17,7 +20,7 @@ class Mount:
     options: tuple[str, ...]
 
     def size_bytes(self) -> int | None:
-        """The limit of a tmpfs, where it was mounted with one."""
+        """Return the size limit of a tmpfs, or None."""
         for option in self.options:
             found = re.fullmatch(r"size=(\d+)([kmg]?)", option)
             if found:
@@ -36,31 +39,34 @@ def mounts(mountinfo: str | None) -> list[Mount]:
 
 
 def mount_of(path: str, all_mounts: list[Mount]) -> Mount | None:
-    """The mount that a path lies on: the longest mount point above it; of equal ones the last, which hides the others."""
+    """Return the mount of a path: the longest mount point above it.
+
+    Of equal ones the last, which hides the others.
+    """
     above = [m for m in all_mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
     return max(enumerate(above), key=lambda pair: (len(pair[1].point), pair[0]))[1] if above else None
 
 
 def _unescaped(word: str) -> str:
-    """Blanks in paths are written as octal escapes."""
+    """Decode the octal escapes of blanks in paths."""
     return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), word)
 
 
 def meminfo(text: str | None) -> dict[str, int]:
-    """/proc/meminfo in bytes; lines without a unit (HugePages_Total) are left out."""
+    """Parse /proc/meminfo in bytes. Lines without a unit (HugePages_Total) are left out."""
     return {m[1]: int(m[2]) * 1024 for m in re.finditer(r"^([\w()]+):\s+(\d+) kB$", text or "", re.MULTILINE)}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A soft and a hard limit; None is unlimited."""
+    """A soft and a hard limit. None is unlimited."""
 
     soft: int | None
     hard: int | None
 
 
 def limits(text: str | None) -> dict[str, Limit]:
-    """/proc/<pid>/limits by name, without the word Max: "open files", "locked memory"."""
+    """Parse /proc/<pid>/limits by name, without the word Max: "open files", "locked memory"."""
     found = {}
     for m in re.finditer(r"^Max ([a-z ]+?)\s{2,}(\d+|unlimited)\s+(\d+|unlimited)", text or "", re.MULTILINE):
         found[m[1]] = Limit(*(None if value == "unlimited" else int(value) for value in (m[2], m[3])))
@@ -68,7 +74,7 @@ def limits(text: str | None) -> dict[str, Limit]:
 
 
 def numbers(text: str | None) -> list[int] | None:
-    """A list of the kernel ("0-3,8"): [0, 1, 2, 3, 8]; None for what is none."""
+    """Parse a kernel list ("0-3,8"): [0, 1, 2, 3, 8]. None if it is invalid."""
     words = (text or "").strip()
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", words):
         return None
@@ -82,7 +88,7 @@ def numbers(text: str | None) -> list[int] | None:
 
 
 def status(text: str | None, name: str) -> str | None:
-    """One line of /proc/<pid>/status."""
+    """Return one line of /proc/<pid>/status."""
     found = re.search(rf"^{re.escape(name)}:\s*(.*)$", text or "", re.MULTILINE)
     return found[1].strip() if found else None
 
@@ -94,7 +100,7 @@ class Processor:
 
 
 def processor(cpuinfo: str | None) -> Processor | None:
-    """Of the first processor; None where there are no flags to be read."""
+    """Return the first processor, or None without flags."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo or "", re.MULTILINE)
     if not found:
         return None
@@ -103,7 +109,7 @@ def processor(cpuinfo: str | None) -> Processor | None:
 
 
 def swaps(text: str | None) -> list[tuple[str, int, int]] | None:
-    """/proc/swaps: name, size and use in bytes of each; None where it could not be read."""
+    """Parse /proc/swaps: name, size and use in bytes of each. None if it is unreadable."""
     if text is None or not text.startswith("Filename"):
         return None
     found = []
@@ -115,7 +121,7 @@ def swaps(text: str | None) -> list[tuple[str, int, int]] | None:
 
 
 def chosen(text: str | None) -> str | None:
-    """The setting in brackets: "madvise" of "always [madvise] never"."""
+    """Return the setting in brackets: "madvise" of "always [madvise] never"."""
     found = re.search(r"\[(\w+)\]", text or "")
     return found[1] if found else None
 

@@ -1,4 +1,4 @@
-"""The whole program: a script and the modules that it imports from its own folder, never an installed package."""
+"""The whole program: a script and the modules that it imports from its own folder, not from packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 class Program:
-    """``main`` is the script, ``sources`` are all files, the script first. ``unread`` says which modules could not be read, and why."""
+    """``main`` is the script, ``sources`` are all files, the script first.
+
+    ``unread`` lists unreadable modules with reasons.
+    """
 
     def __init__(self, main: Source, others: list[Source] | None = None, unread: list[str] | None = None) -> None:
         self.main = main
@@ -29,12 +32,15 @@ class Program:
 
     @classmethod
     def of_text(cls, text: str, path: str = "train.py") -> Program:
-        """Raises Unreadable."""
+        """Create a program from text. Raises Unreadable."""
         return cls(Source(path, text))
 
     @classmethod
     def read(cls, script: Path, root: Path | None = None) -> Program:
-        """``root`` is the folder that imports start from: the script's own, or the current one for ``-m``. Raises OSError or Unreadable."""
+        """Read a script and its modules. Raises OSError or Unreadable.
+
+        ``root`` is the folder that imports start from: the script's own, or the current one for ``-m``.
+        """
         if script.is_dir():
             script = script / "__main__.py"
         root = root or script.parent
@@ -57,10 +63,10 @@ class Program:
                     waiting.append(found[name])
         return cls(main, list(found.values()), unread)
 
-    # -- who calls whom ------------------------------------------------------------------------------------------------------------------------
+    # -- call graph ------------------------------------------------------------------------------------------
 
     def definitions(self, source: Source, node: ast.AST) -> Iterator[tuple[Source, ast.AST]]:
-        """The functions, lambdas and classes of the program that an expression names."""
+        """Yield the functions, lambdas and classes of the program that an expression names."""
         dotted = source.dotted(node)
         if dotted:
             module, _, name = dotted.rpartition(".")
@@ -83,7 +89,7 @@ class Program:
                 yield home, found
 
     def functions_called(self, source: Source, call: ast.Call) -> list[tuple[Source, ast.AST]]:
-        """The functions of the program that a call may run; making an instance runs none here."""
+        """Return the functions of the program that a call may run, except constructors."""
         if id(call) not in self._called:
             self._called[id(call)] = []
             self._called[id(call)] = list(self._functions_called(source, call))
@@ -102,13 +108,19 @@ class Program:
             yield from self.methods(home, klass, call.func.attr)
 
     def makers(self, source: Source, call: ast.Call) -> Iterator[tuple[Source, ast.AST]]:
-        """The ``__init__`` that a call runs, where it makes an instance of a class of the program. A network's only makes its layers: left out."""
+        """Yield the ``__init__`` that a call runs, if it creates an instance of a class of the program.
+
+        The ``__init__`` of a module is left out, because it only creates layers.
+        """
         for home, klass in self.class_named(source, call.func):
             if id(klass) not in self._networks:
                 yield from self.methods(home, klass, "__init__")
 
     def methods(self, source: Source, klass: ast.ClassDef, name: str) -> Iterator[tuple[Source, ast.AST]]:
-        """The method that an instance of a class has under a name: its own, or the nearest inherited one."""
+        """Yield the method that an instance of a class has under a name.
+
+        It is its own, or the nearest inherited one.
+        """
         for owner, each in self.values.lineage(source, klass):
             method = next((m for m in each.body if isinstance(m, FUNCTIONS) and m.name == name), None)
             if method is not None:
@@ -135,7 +147,10 @@ class Program:
 
     @cached_property
     def _methods(self) -> dict[str, list[tuple[Source, ast.AST]]]:
-        """Methods by name, where only one class of the program has one of that name: a call of it then needs no proof of its class."""
+        """Return methods by name, if only one class of the program has that name.
+
+        Then a call needs no proof of its class.
+        """
         found: dict[str, list[tuple[Source, ast.AST]]] = {}
         for source in self.sources:
             for klass in source.classes:
@@ -147,17 +162,17 @@ class Program:
     def callers(self, function: ast.AST) -> list[tuple[Source, ast.Call]]:
         return self._callers.get(id(function), [])
 
-    # -- what rules ask ------------------------------------------------------------------------------------------------------------------------
+    # -- queries of rules ------------------------------------------------------------------------------------
 
     def calls(self, *dotted: str) -> Iterator[tuple[Source, ast.Call]]:
-        """Every call of one of these names, in the order of the files and lines."""
+        """Yield every call of one of these names, in the order of files and lines."""
         for source in self.sources:
             for call in source.calls:
                 if source.dotted(call.func) in dotted:
                     yield source, call
 
     def method_calls(self, *names: str) -> Iterator[tuple[Source, ast.Call]]:
-        """Every call ``x.name(...)`` of one of these names, whatever x is."""
+        """Yield every call ``x.name(...)`` of one of these names, for any x."""
         for source in self.sources:
             for call in source.calls:
                 if isinstance(call.func, ast.Attribute) and call.func.attr in names:
@@ -170,7 +185,7 @@ class Program:
                     yield source, node
 
     def modules_defined(self) -> Iterator[tuple[Source, ast.ClassDef]]:
-        """The program's own subclasses of torch.nn.Module."""
+        """Yield the program's own subclasses of torch.nn.Module."""
         for source in self.sources:
             for klass in source.classes:
                 bases = self.values.bases(source, klass)
@@ -185,7 +200,10 @@ class Program:
                     yield source, klass
 
     def mentions(self, *words: str) -> bool:
-        """Whether a name, an attribute or an imported thing of the program is spelled like one of these: the doubt that silences a rule."""
+        """Return whether a name, an attribute or an import of the program has one of these names.
+
+        Such a doubt silences a rule.
+        """
         wanted = set(words)
         for _, node in self.nodes(ast.Name, ast.Attribute, ast.alias, ast.keyword):
             spelled = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else \
@@ -196,7 +214,7 @@ class Program:
 
     @cached_property
     def uses_device(self) -> bool:
-        """Whether anything is ever put on a device that may not be the CPU."""
+        """Return whether anything is ever put on a device other than the CPU."""
         for _, call in self.method_calls("to", "cuda"):
             if call.func.attr == "cuda" or any(not isinstance(a, ast.Constant) or a.value != "cpu" for a in call.args):  # type: ignore[attr-defined]
                 return True
@@ -204,7 +222,7 @@ class Program:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Everything that happens, in order, from each place where the program may begin."""
+        """Return all events in order, from each possible entry point of the program."""
         return Walk(self).everything()
 
     @cached_property
@@ -216,7 +234,7 @@ class Program:
 
 
 def imports(source: Source) -> list[str]:
-    """The dotted names of everything a file imports, packages before what lies in them."""
+    """Return the dotted names of all imports of a file, packages before their contents."""
     found: dict[str, None] = {}
     for node in source.nodes:
         if isinstance(node, ast.Import):
@@ -234,7 +252,7 @@ def imports(source: Source) -> list[str]:
 
 
 def module_file(name: str, root: Path) -> Path | None:
-    """The file of a module below ``root``, where it is one of the user's own."""
+    """Return the file of a module below ``root``, if it is the user's own."""
     if not all(part.isidentifier() for part in name.split(".")):
         return None
     path = root.joinpath(*name.split("."))

@@ -1,7 +1,11 @@
-"""A training script as text: its syntax tree, its names, and where a thing stands. Nothing is imported or run.
+"""A training script as text: its syntax tree, its names, and places in it. Nothing is imported or run.
 
-Beside it: names.py (scopes), values.py and kinds.py (what an expression may be), walk.py and flow.py (what happens in which order in which
-loop) and program.py (the script with the modules that it imports from its own folder).
+Related modules:
+
+* names.py: scopes
+* values.py and kinds.py: possible values of an expression
+* walk.py and flow.py: order of events in loops
+* program.py: the script with the modules that it imports from its own folder
 """
 
 from __future__ import annotations
@@ -16,13 +20,13 @@ from pathlib import Path
 from flatout.plan.findings import Place
 from flatout.probe.names import FUNCTIONS, Binding, Names
 
-MAX_BYTES = 4_000_000  # a script that a person wrote is never that large
+MAX_BYTES = 4_000_000  # larger than any handwritten script
 MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all
-MAX_DEPTH = 200  # of nested nodes; every walk here calls itself, and Python lets it do so about a thousand times
+MAX_DEPTH = 200  # of nested nodes; walks are recursive, and Python allows about a thousand levels
 
 
 class Unreadable(Exception):
-    """A file that is no Python source. The message says why; ``line`` where that is known."""
+    """A file that is not Python source. The message gives the reason, ``line`` its line if known."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -30,10 +34,13 @@ class Unreadable(Exception):
 
 
 class Source:
-    """One file of the user's. ``tree`` is what ``ast`` makes of ``text``; ``module`` is the name under which others import it."""
+    """One file of the user.
+
+    ``tree`` is the AST of ``text``. ``module`` is the name under which others import it.
+    """
 
     def __init__(self, path: str, text: str, module: str = "", package: str = "", cells: list[tuple[int, int]] | None = None) -> None:
-        """Raises Unreadable."""
+        """Parse the text. Raises Unreadable."""
         self.path, self.text, self.module = path, text, module
         self.cells = cells or []
         try:
@@ -46,22 +53,22 @@ class Source:
         if depth_of(self.tree) > MAX_DEPTH:
             raise Unreadable(f"{path}: its expressions are nested more than {MAX_DEPTH} deep")
         if sum(1 for _ in ast.walk(self.tree)) > MAX_NODES:
-            raise Unreadable(f"{path}: it has more than {MAX_NODES:,} expressions; a script that a person wrote never has that many")
+            raise Unreadable(f"{path}: it has more than {MAX_NODES:,} expressions, too many for a handwritten script")
         self.names = Names(self.tree, package)
         self._dotted: dict[int, str] = {}
 
     @classmethod
     def read(cls, path: Path, module: str = "", package: str = "", shown: str = "") -> Source:
-        """A .py file or a notebook. Raises OSError, or Unreadable in clear words."""
+        """Read a .py file or a notebook. Raises OSError or Unreadable."""
         shown = shown or str(path)
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # a device may have no end, and a pipe nobody who writes
-            raise Unreadable(f"{shown} is not an ordinary file")
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # a device may have no end, and a pipe no writer
+            raise Unreadable(f"{shown} is not a regular file")
         if about.st_size > MAX_BYTES:
-            raise Unreadable(f"{shown} has {about.st_size:,} bytes; a script that a person wrote is never that large")
+            raise Unreadable(f"{shown} has {about.st_size:,} bytes, too many for a handwritten script")
         raw = path.read_bytes()
         if b"\0" in raw:
-            raise Unreadable(f"{shown} is a binary file, no Python source")
+            raise Unreadable(f"{shown} is a binary file, not Python source")
         try:
             text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -101,7 +108,7 @@ class Source:
         return next((each for each in [node, *self.parents(node)] if isinstance(each, ast.stmt)), None)
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The function whose body a node stands in."""
+        """Return the function whose body contains a node."""
         return next((each for each in self.parents(node) if isinstance(each, FUNCTIONS)), None)
 
     def klass(self, node: ast.AST) -> ast.ClassDef | None:
@@ -111,14 +118,18 @@ class Source:
         return self.names.lookup(node) if isinstance(node, ast.Name) else []
 
     def dotted(self, node: ast.AST) -> str:
-        """``torch.nn.functional.mse_loss`` for ``F.mse_loss``: a chain of names that begins with an import; else nothing."""
+        """Return the full name of an import, such as ``torch.nn.functional.mse_loss`` for ``F.mse_loss``, or
+        "".
+
+        The full name is a chain of names that starts with an import.
+        """
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
             return f"{before}.{node.attr}" if before else ""
         if not isinstance(node, ast.Name):
             return ""
         if id(node) not in self._dotted:
-            self._dotted[id(node)] = ""  # a name that stands for itself ends here
+            self._dotted[id(node)] = ""  # stops a name that refers to itself
             self._dotted[id(node)] = self._named(node)
         return self._dotted[id(node)]
 
@@ -142,7 +153,10 @@ class Source:
         return Place(file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip()))
 
     def cell(self, line: int) -> tuple[str, int]:
-        """The file's name and the line in it; of a notebook, the cell's number stands in the name and lines count from the cell's first."""
+        """Return the file name and the line in it.
+
+        In a notebook the name includes the number of the cell, and lines count from its start.
+        """
         for first, number in reversed(self.cells):
             if line >= first:
                 return f"{self.path}[{number}]", line - first + 1
@@ -153,17 +167,20 @@ class Source:
         return f"{file}:{shown}"
 
     def code(self, node: ast.AST) -> str:
-        """A node as one short line of code."""
+        """Return a node as one short line of code."""
         return " ".join(ast.unparse(node).split())
 
 
 def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
-    """The code of a notebook as one text, and the line at which each code cell begins with the cell's number. Magic lines become comments."""
+    """Return the code of a notebook as one text, and the first line and number of each code cell.
+
+    Magic lines become comments.
+    """
     try:
         cells = json.loads(text)["cells"]
         code = [(number, "".join(cell["source"])) for number, cell in enumerate(cells, 1) if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Unreadable(f"{shown} is no notebook that could be read: its JSON has no cells with a source") from None
+        raise Unreadable(f"{shown} is not a readable notebook: its JSON has no cells with a source") from None
     lines: list[str] = []
     starts = []
     for number, source in code:
@@ -177,7 +194,10 @@ def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def depth_of(tree: ast.AST) -> int:
-    """How deep nodes are nested, counted without calling itself. A chain of ``elif`` or of operators counts, too."""
+    """Return the nesting depth of a tree, without recursion.
+
+    A chain of ``elif`` or of operators counts, too.
+    """
     deepest, level = 0, [tree]
     while level:
         deepest += 1

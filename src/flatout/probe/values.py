@@ -1,4 +1,7 @@
-"""What an expression may be: followed back to the calls that made it, through names, attributes, parameters and the functions of the program."""
+"""Possible values of an expression, traced to the calls that created them.
+
+Tracing follows names, attributes, parameters and functions of the program.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,19 @@ from flatout.probe.script import Source
 if TYPE_CHECKING:
     from flatout.probe.program import Program
 
-DEEP = 12  # names followed one after the other
-MANY = 40  # origins of one expression
+DEEP = 12  # maximum depth of tracing
+MANY = 40  # maximum number of origins of an expression
 
-# Methods that give back what they were called on, as far as its kind goes.
+# Methods that return a value of the same kind as their object.
 FLUENT = {"to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "share_memory", "to_empty", "xpu", "mps"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A node that a value comes from. ``part`` says that the value is something inside it: an element of a loop, an entry of a tuple."""
+    """A node that a value comes from.
+
+    ``part`` marks a value inside it: an element of a loop, an entry of a tuple.
+    """
 
     source: Source
     node: ast.AST
@@ -31,7 +37,7 @@ class Origin:
 
     @property
     def dotted(self) -> str:
-        """What is called, where the origin is a call of something imported."""
+        """Return the dotted name of the called function, if the origin is a call of an import."""
         return self.source.dotted(self.node.func) if isinstance(self.node, ast.Call) and not self.part else ""
 
     @property
@@ -46,15 +52,18 @@ class Values:
         self._kinds: dict[int, frozenset[str]] = {}
         self._attributes: dict[int, dict[str, list[ast.Assign | ast.AnnAssign]]] = {}
 
-    # -- origins -------------------------------------------------------------------------------------------------------------------------------
+    # -- origins ---------------------------------------------------------------------------------------------
 
     def origins(self, source: Source, node: ast.AST, depth: int = 0) -> list[Origin]:
-        """What the expression may come from. A thing that cannot be followed is its own origin."""
+        """Return the possible origins of an expression.
+
+        An expression that cannot be traced is its own origin.
+        """
         if depth > DEEP:
             return [Origin(source, node)]
         memo = self._memo.get((id(node), depth))
         if memo is None:
-            self._memo[id(node), depth] = [Origin(source, node)]  # a name that is made from itself ends here
+            self._memo[id(node), depth] = [Origin(source, node)]  # stops a name that is derived from itself
             unique = {origin.key: origin for origin in self._follow(source, node, depth)}
             memo = self._memo[id(node), depth] = list(unique.values())[:MANY]
         return memo
@@ -99,7 +108,7 @@ class Values:
             yield from self._part(source, value, binding.path, depth)
 
     def _part(self, source: Source, value: ast.expr, path: tuple[int, ...], depth: int) -> Iterator[Origin]:
-        """The entry of a value at ``path``, where the value is a tuple that can be seen."""
+        """Yield the entry of a value at ``path``, if the value is a visible tuple."""
         if not path:
             yield from self.origins(source, value, depth + 1)
             return
@@ -111,7 +120,10 @@ class Values:
                 yield Origin(origin.source, node, True)
 
     def _arguments(self, source: Source, parameter: ast.AST, depth: int) -> Iterator[Origin]:
-        """What callers in the program hand over for a parameter; unknown callers leave the parameter itself."""
+        """Yield the arguments that callers in the program pass for a parameter.
+
+        Without known callers it is the parameter itself.
+        """
         function = source.parent(source.parent(parameter) or source.tree)
         found = False
         if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
@@ -162,7 +174,7 @@ class Values:
             yield Origin(source, node)
 
     def same(self, source: Source, one: ast.AST, other_source: Source, other: ast.AST) -> bool | None:
-        """Whether two expressions are one object; None where that cannot be told."""
+        """Return whether two expressions are one object, or None if unknown."""
         first = {origin.key: origin for origin in self.origins(source, one)}
         second = {origin.key: origin for origin in self.origins(other_source, other)}
         if first.keys() & second.keys():
@@ -172,10 +184,10 @@ class Values:
         made = all(isinstance(origin.node, ast.Call) and not origin.part for origin in [*first.values(), *second.values()])
         return False if made and first and second else None
 
-    # -- classes -------------------------------------------------------------------------------------------------------------------------------
+    # -- classes ---------------------------------------------------------------------------------------------
 
     def classes_of(self, source: Source, node: ast.AST, depth: int = 0) -> Iterator[tuple[Source, ast.ClassDef]]:
-        """The program's own classes that a value may be an instance of."""
+        """Yield the program's own classes that a value may be an instance of."""
         if isinstance(node, ast.Name) and node.id in ("self", "cls"):
             klass = source.klass(node)
             if klass is not None:
@@ -186,7 +198,7 @@ class Values:
                 yield from self.program.class_named(origin.source, origin.node.func)
 
     def lineage(self, source: Source, klass: ast.ClassDef) -> list[tuple[Source, ast.ClassDef]]:
-        """A class of the program and those of its bases that are the program's, too."""
+        """Return a class of the program and those of its bases that are in the program, too."""
         found: list[tuple[Source, ast.ClassDef]] = []
         waiting = [(source, klass)]
         while waiting and len(found) < 20:
@@ -197,11 +209,12 @@ class Values:
         return found
 
     def bases(self, source: Source, klass: ast.ClassDef) -> set[str]:
-        """The dotted names of everything that a class is derived from outside the program."""
+        """Return the dotted names of all bases of a class outside the program."""
         return {dotted for home, each in self.lineage(source, klass) for base in each.bases if (dotted := home.dotted(base))}
 
     def attributes(self, source: Source, klass: ast.ClassDef) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
-        """What the methods of a class assign to ``self.name``, and the class body to ``name``."""
+        """Return the assignments of a class to ``self.name`` in methods, and to ``name`` in the class body.
+        """
         if id(klass) not in self._attributes:
             found: dict[str, list[ast.Assign | ast.AnnAssign]] = {}
             for node in ast.walk(klass):
@@ -213,10 +226,14 @@ class Values:
             self._attributes[id(klass)] = found
         return self._attributes[id(klass)]
 
-    # -- kinds ---------------------------------------------------------------------------------------------------------------------------------
+    # -- kinds -----------------------------------------------------------------------------------------------
 
     def kinds(self, source: Source, node: ast.AST) -> frozenset[str]:
-        """The kinds that are known of a value: Module, Loss, Optimizer, Scheduler, GradScaler, DataLoader, Sampler, Dataset, Tensor, list, ..."""
+        """Return the known kinds of a value.
+
+        Kinds are Module, Loss, Optimizer, Scheduler, GradScaler, DataLoader, Sampler, Dataset, Tensor, list,
+        ...
+        """
         if id(node) not in self._kinds:
             self._kinds[id(node)] = frozenset()
             found = {kind for origin in self.origins(source, node) for kind in self._kinds_of(origin)}
@@ -227,7 +244,10 @@ class Values:
         return kind in self.kinds(source, node)
 
     def seems(self, source: Source, node: ast.AST, kind: str) -> bool:
-        """``is_a``, or nothing is known and it is called like one: ``optimizer`` of a caller that cannot be seen."""
+        """Return ``is_a``, or whether the name is typical of the kind if nothing is known.
+
+        For example, ``optimizer`` from an unknown caller seems to be an optimizer.
+        """
         known = self.kinds(source, node)
         if known:
             return kind in known
@@ -264,7 +284,7 @@ class Values:
 
 
 def iterated(node: ast.expr) -> ast.expr:
-    """What a loop really goes over: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
+    """Return the iterable behind wrappers: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
     while isinstance(node, ast.Call) and node.args:
         name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name not in ("enumerate", "tqdm", "trange", "iter", "islice", "track", "prange", "progress_bar"):
@@ -274,12 +294,12 @@ def iterated(node: ast.expr) -> ast.expr:
 
 
 def is_given(call: ast.Call, name: str, value: object) -> bool:
-    """Whether this very constant is written out as a keyword of a call."""
+    """Return whether a call has this constant as a keyword."""
     return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
 
 
 def returns(function: ast.AST) -> list[ast.expr]:
-    """What a function's own return statements give."""
+    """Return the expressions of a function's own return statements."""
     if isinstance(function, ast.Lambda):
         return [function.body]
     found, waiting = [], list(getattr(function, "body", []))

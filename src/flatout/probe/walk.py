@@ -1,6 +1,6 @@
-"""A program walked as it would run, functions of its own entered where they are called.
+"""Walk a program in the order of execution, entering its own functions where they are called.
 
-The walk is a straight line through everything: both arms of an ``if``, a loop's body once.
+The walk is linear: both arms of an ``if``, the body of a loop once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flatout.probe.script import Source
 if TYPE_CHECKING:
     from flatout.probe.program import Program
 
-MAX_CALLS = 8  # functions entered inside each other
+MAX_CALLS = 8  # maximum depth of entered functions
 MAX_EVENTS = 60_000
 CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
 
@@ -37,7 +37,8 @@ class Walk:
         for source in self.program.sources:
             self.root = source.tree
             self._body(source, source.tree.body)
-        # Functions that nobody calls in the open: handed to a launcher, a thread, a framework. Callers before what they call.
+        # Functions without a visible call: passed to a launcher, a thread, a framework. Callers come before
+        # callees.
         for uncalled in (True, False):
             for source in self.program.sources:
                 for function in source.functions:
@@ -139,7 +140,10 @@ class Walk:
             self._add(kind, source, each, subject, scaled)
 
     def _in_order(self, node: ast.AST) -> list[ast.AST]:
-        """The calls of an expression, arguments before their call; a comprehension stands for all that is in it."""
+        """Return the calls of an expression, arguments before their call.
+
+        A comprehension counts as one node.
+        """
         if id(node) not in self.orders:
             found: list[ast.AST] = []
             if isinstance(node, COMPREHENSIONS):
@@ -169,7 +173,7 @@ class Walk:
         owner = function.value
         if name == "backward":
             return self._backward(source, call, owner)
-        if self.program.functions_called(source, call):  # a method of the program's own: it is entered, whatever it is called
+        if self.program.functions_called(source, call):  # a method of the program itself is entered, whatever its name
             return "call", None, False
         if name == "step":
             for kind, event in (("GradScaler", "scaler_step"), ("Scheduler", "scheduler"), ("Profiler", "profiler_step"), ("Optimizer", "step")):
@@ -199,6 +203,6 @@ class Walk:
 
 
 def _forgets_gradient(node: ast.AST) -> bool:
-    """``p.grad = None``"""
+    """Return whether this is ``p.grad = None``."""
     return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None and \
         any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)

@@ -1,5 +1,6 @@
-"""Why a program has no ranks that flatout started: it has a process group of its own, another launcher started it, or it is one process. And why a
-DistributedDataParallel of its own is left alone.
+"""Why a program has no ranks started by flatout, and why its own DistributedDataParallel is not changed.
+
+It has its own process group, another launcher started it, or it is a single process.
 """
 
 from __future__ import annotations
@@ -8,26 +9,29 @@ import os
 from typing import Any
 
 ONLY_OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
-OWN_GROUP = "the program has made a torch.distributed process group itself, and {only}"
+OWN_GROUP = "the program created its own torch.distributed process group, and {only}"
 OTHER_LAUNCHER = "another launcher started this process (WORLD_SIZE={size}), and {only}"
-ONE_RANK = "the program's DistributedDataParallel has one rank, so nothing travels"
-OWN_HOOK = "the script has registered a communication hook of its own, which stays"
-MADE_WITH = "the program's DistributedDataParallel has {what}, and such a one is left alone"
-OUR_HOOK = "gradients sent by flatout"  # the name under which torch knows it
+ONE_RANK = "the program's DistributedDataParallel has one rank, so nothing is exchanged"
+OWN_HOOK = "the script has registered its own communication hook, which stays"
+MADE_WITH = "the program's DistributedDataParallel uses {what}, which this lever does not support"
+OUR_HOOK = "gradients sent by flatout"  # its name in torch
 ONE_PROCESS = "flatout started the program as one process; `flatout run --procs N` starts it as N ranks"
 
 
 def why_none(torch: Any, only: str = ONLY_OURS) -> str:
-    """The reason, for a process that ``data_parallel`` does not divide. ``only``: on which ranks the lever acts."""
+    """Why ``data_parallel`` does not split this process. ``only``: the ranks on which the lever acts."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return OWN_GROUP.format(only=only)
-    size = os.environ.get("WORLD_SIZE", "")  # torchrun, accelerate and others; the group is made later, or never
+    size = os.environ.get("WORLD_SIZE", "")  # torchrun, accelerate and others; the group comes later, or never
     return OTHER_LAUNCHER.format(size=size, only=only) if size.isdigit() and int(size) > 1 else ONE_PROCESS
 
 
 def why_left_alone(ddps: list[Any]) -> str:
-    """Why nothing can be changed in how DistributedDataParallel modules of the script exchange, or nothing. The same on every rank."""
+    """Why the exchange of the script's DistributedDataParallel modules cannot be changed, or "".
+
+    Equal on every rank.
+    """
     for ddp in ddps:
         if ddp._delay_all_reduce_params:
             return MADE_WITH.format(what="delay_all_reduce_named_params")

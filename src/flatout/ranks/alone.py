@@ -1,4 +1,7 @@
-"""What a script does for several devices or processes of its own, inside a rank: it has one device, and is one process."""
+"""Handle a script's own use of several devices or processes inside a rank.
+
+There it has one device and one process.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from flatout.plan.errors import CannotDivide
 
 
 def one_device(torch: Any, ledger: Any) -> None:
-    """From here on ``nn.DataParallel`` computes on one device: of those that the script names, the first that this process sees.
+    """From now on ``nn.DataParallel`` computes on one device.
 
-    It then passes its input through, and keeps its name, its type and ``module``. On a CPU it does so by itself.
+    That is the first visible device of those that the script names. It then passes its input through, and
+    keeps its name, its type and ``module``. On a CPU it does so anyway.
     """
     kind = torch.nn.DataParallel
     init = kind.__init__
@@ -29,7 +33,7 @@ def one_device(torch: Any, ledger: Any) -> None:
 
 
 def one_process(torch: Any, ledger: Any) -> None:
-    """From here on the script makes no ranks of its own: N ranks would each start N."""
+    """From now on the script cannot create its own ranks: N ranks would each start N."""
     distributed = torch.distributed
     if not distributed.is_available():
         return
@@ -37,7 +41,7 @@ def one_process(torch: Any, ledger: Any) -> None:
 
     @wraps(really)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        raise CannotDivide("the script divides itself (it calls torch.distributed.init_process_group), and flatout was to divide it: leave --procs away")
+        raise CannotDivide("the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs")
 
     init_process_group.flatout_really = really  # type: ignore[attr-defined]
     for owner in (distributed, distributed.distributed_c10d):
@@ -52,6 +56,6 @@ def for_ourselves(torch: Any) -> Callable:
 
 
 def must_be_the_rank(torch: Any) -> None:
-    """Raises CannotDivide in a process that the script has started: each of the ranks would have such ones, and all of them take themselves for it."""
+    """Raises CannotDivide in a process that the script has started: every rank would start such processes."""
     if torch.multiprocessing.parent_process() is not None:
-        raise CannotDivide("the script trains in processes that it starts itself, and flatout was to divide it: leave --procs away")
+        raise CannotDivide("the script trains in processes that it starts itself: remove --procs")

@@ -1,4 +1,4 @@
-"""The batches of a rank: its own samples of each training batch, and the random numbers that go with them."""
+"""The batches of a rank: its own samples of each training batch, with their random numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatout.ranks.streams import HostStreams, Streams, offset
 
 
 class Batches:
-    """``share`` is the part of the batch that this rank computes at the moment; None before the first one."""
+    """``share`` is the part of the batch that this rank is computing; None before the first one."""
 
     def __init__(self, torch: Any, scene: Any, here: Standing, division: Division) -> None:
         self.torch, self.scene, self.here, self.division = torch, scene, here, division
         self.share: Share | None = None
-        self.inside = False  # the door: in a forward pass of the model
+        self.inside = False  # in a forward pass of the model
         self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
 
     def install(self, ledger: Any) -> None:
@@ -39,17 +39,17 @@ class Batches:
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
     def cut(self, batch: Any, samples: int | None = None) -> Any:
-        """This rank's rows of a whole batch. Raises CannotDivide where there are none."""
+        """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
         samples = samples if samples is not None else self.scene.samples_in(batch)
         if samples is None:
-            raise CannotDivide("a batch of it holds no tensor with one row a sample")
+            raise CannotDivide("its batches hold no tensor with one row per sample")
         if self.share is None and samples < self.here.world_size:
             raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks")
         self.share = part = share(samples, self.here.rank, self.here.world_size)
         return self.scene.rows_of(batch, samples, part.start, part.stop)
 
     def _trains(self, loader: Any) -> bool:
-        """An evaluation runs without gradients, or over another loader."""
+        """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
         return self.torch.is_grad_enabled() and self.division.batches in (INDEX, CUT) and self.scene.first_loader_like(loader) in self.division.loaders
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
@@ -64,7 +64,7 @@ class Batches:
             if division.batches == INDEX:
                 iterator._index_sampler = DividedBatches(iterator._index_sampler, here.rank, here.world_size)
                 iterator._sampler_iter = iter(iterator._index_sampler)
-            if division.draws == OWN:  # workers of different ranks must not draw alike
+            if division.draws == OWN:  # workers of different ranks need different random numbers
                 iterator._base_seed = offset(iterator._base_seed, here.rank)
 
         return init_divided
@@ -103,7 +103,7 @@ class Batches:
 
         @wraps(fetch)
         def fetch_by_itself(fetcher: Any, index: Any) -> Any:
-            if worker() is not None:  # seeded by its iterator, differently on each rank
+            if worker() is not None:  # its iterator seeds it, differently on each rank
                 return fetch(fetcher, index)
             with host.own():
                 return fetch(fetcher, index)

@@ -1,4 +1,4 @@
-"""Buckets under way: they leave one by one, and all ranks wait for them and take them further in the same order."""
+"""A queue of buckets in transit: they leave one by one, and all ranks complete them in the same order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from flatout.ranks.wire import Sending, Wire
 
 
 class CannotExchange(RuntimeError):
-    """A sentence: why the ranks of this program cannot be brought together."""
+    """The ranks of this program cannot be synchronised; the message says why."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange handed to the backend on this rank. How often a byte crosses a link is the backend's affair: a ring carries each nearly twice.
+    """The data that one exchange passed to the backend on this rank.
 
-    ``sent_bytes``: gradients (or the progress of a round of local steps). ``beside_bytes``: losses, which gradients there are, numbers of steps.
-    ``left_early``: of the ``buckets``, those that left while the backward pass still ran.
+    How often a byte crosses a link depends on the backend: a ring sends each byte nearly twice.
+    ``sent_bytes``: gradients (or the progress of a round of local steps). ``beside_bytes``: losses, flags of
+    present gradients, step counts. ``left_early``: of the ``buckets``, those that left during the backward
+    pass.
     """
 
     sent_bytes: int = 0
@@ -29,7 +31,7 @@ class Traffic:
 
 
 class Convoy:
-    """One exchange: ``leave`` for each bucket, then ``arrive``. ``group``: of ranks, None for all."""
+    """One exchange: call ``leave`` for each bucket, then ``arrive``. ``group``: of ranks, None for all."""
 
     def __init__(self, torch: Any, wire: Wire, group: Any = None) -> None:
         self.torch, self.wire, self.group = torch, wire, group
@@ -43,7 +45,7 @@ class Convoy:
     def leave(self, flat: Any, parameters: Sequence[Any]) -> None:
         sending = self.wire.send(flat, parameters, self._start)
         self._device = flat.device.type
-        with self.torch.no_grad(), self.torch.autocast(self._device, enabled=False):  # a backward pass may run under it
+        with self.torch.no_grad(), self.torch.autocast(self._device, enabled=False):  # a backward pass may run inside autocast
             self._under_way.append((sending, next(sending)))
 
     def arrive(self) -> list[Any]:
@@ -69,7 +71,12 @@ class Convoy:
 
 
 def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[int]]:
-    """Places of parameters that travel together: of one dtype and device, about ``most_bytes`` each (all where None), the last layers first."""
+    """Group parameters into buckets of one dtype and device, of about ``most_bytes`` each.
+
+    The last layers come first.
+
+    With ``most_bytes=None`` there is one bucket per dtype and device. Returns indices.
+    """
     found: list[list[int]] = []
     filling: dict[tuple[Any, Any], tuple[list[int], int]] = {}
     for at in reversed(range(len(parameters))):

@@ -1,11 +1,13 @@
-"""A script written for one device, divided over ranks: every rank runs all of it, on its share of each training batch.
+"""A single-device script, run data-parallel: every rank runs all of it, on its share of each training batch.
 
-    a batch             each rank computes its own samples of it (batches.py)
-    the first forward   parameters and buffers are made equal to rank 0's
-    a backward pass     begins with the share's weight, ends with the exchange of gradients (exchange.py); the loss then reads as that of the whole batch
-    an evaluation       runs whole on every rank, with rank 0's buffers; divided where that is asked for (evaluating.py)
+    a batch             each rank computes its own samples (batches.py)
+    first forward       parameters and buffers are made equal to rank 0's
+    a backward pass     starts with the share's weight and ends with the exchange of gradients (exchange.py);
+                        the loss then reads as that of the whole batch
+    an evaluation       runs whole on every rank, with rank 0's buffers; split on request (evaluating.py)
 
-What the script decides from a loss, a gradient or an evaluation it therefore decides alike on every rank.
+Every decision that the script derives from a loss, a gradient or an evaluation is therefore the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from flatout.ranks.normalisation import over_all_ranks
 from flatout.ranks.wire import Terms
 
 NAME = "data_parallel"
-COUNTS = "what the script counts itself in a training batch (right answers, samples) it counts over rank 0's share; with --whole it sees whole batches"
-STATISTICS = "batch normalisation takes the statistics of each rank's share; with --sync-batchnorm those of the whole batch"
-SEARCHING_STEPS = 3  # modules that train are looked for in these
+COUNTS = "counts that the script makes of training batches (right answers, samples) cover rank 0's share; with --whole they cover whole batches"
+STATISTICS = "batch normalisation uses the statistics of each rank's share; with --sync-batchnorm, those of the whole batch"
+SEARCHING_STEPS = 3  # steps in which to look for modules that train
 
 
 class Divided:
-    """Everything that this rank has in place; ``ledger`` takes it off again."""
+    """Everything installed on this rank; ``ledger`` removes it."""
 
     def __init__(self, torch: Any, scene: Any, here: Standing, division: Division, ledger: Any) -> None:
         self.torch, self.scene, self.here, self.division, self.ledger = torch, scene, here, division, ledger
@@ -44,12 +46,12 @@ class Divided:
         self.roots: list[weakref.ref[Any]] = []
         self.depth = 0  # of forward passes of the roots
         self.in_backward = False
-        self.stale_buffers = False  # they differ from rank to rank
-        self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and what would show that there are others
+        self.stale_buffers = False  # buffers differ between ranks
+        self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and a signature to detect changes
         self.exchange: Exchange | None = None
-        self.terms = self.wanted = Terms()  # how gradients travel, and how this rank would have them travel
-        self.local: Any = None  # what `local_sgd` has in place
-        self.sharding: Any = None  # what the lever `sharding` has put here: weights divided over the ranks
+        self.terms = self.wanted = Terms()  # the present transport of gradients, and the requested one
+        self.local: Any = None  # set by the lever `local_sgd`
+        self.sharding: Any = None  # set by the lever `sharding`
         ledger.call("gradient hooks", self.close_exchange)
         self.stop_searching: Callable[[], Any] | None = None
 
@@ -65,17 +67,20 @@ class Divided:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What this rank computes meanwhile is its own affair: nothing is divided, and no other rank takes part."""
+        """Let this rank compute by itself for a while: nothing is split, and no other rank takes part."""
         before, self.in_backward = self.in_backward, True
         try:
             yield
         finally:
             self.in_backward = before
 
-    # -- the model --------------------------------------------------------------------------------------------------
+    # -- the model -------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        """Modules that are called with gradients on, from outside any other: their parameters are exchanged."""
+        """Find modules that are called with gradients on and outside any other module.
+
+        Their parameters are exchanged.
+        """
         divided, torch = self, self.torch
         module_class = torch.nn.Module
         call = module_class.__call__
@@ -95,7 +100,7 @@ class Divided:
         self.stop_searching = lambda: self.ledger.set(module_class, "__call__", call)
 
     def _meet(self, module: Any) -> None:
-        """A module's first forward pass; the other ranks are at the same place."""
+        """Handle a module's first forward pass; the other ranks are at the same point."""
         if any(root() is module for root in self.roots) or not any(p.requires_grad for p in module.parameters()) or self._in_worker():
             return
         must_be_the_rank(self.torch)
@@ -114,9 +119,9 @@ class Divided:
         self.scene.wrap_forward(module, partial(self._wrap_forward, module), self.ledger)
 
     def _make_equal(self, tensors: Iterable[Any]) -> None:
-        """What rank 0 has, every rank has."""
+        """Copy rank 0's values to every rank."""
         for tensor in tensors:
-            dense = tensor.data.contiguous()  # itself, but for other memory formats, which not every backend takes
+            dense = tensor.data.contiguous()  # a copy only for other memory formats, which some backends reject
             self.torch.distributed.broadcast(dense, src=0)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
@@ -155,11 +160,14 @@ class Divided:
             self.depth -= 1
 
     def _in_worker(self) -> bool:
-        """Whether this process serves a DataLoader, and trains nothing."""
+        """Whether this process is a DataLoader worker, which trains nothing."""
         return self.torch.utils.data.get_worker_info() is not None
 
     def _wrap_train(self, train: Callable) -> Callable:
-        """An evaluation may go past the roots (``model.module``, an encoder alone): it begins with ``eval()``."""
+        """Detect evaluations that bypass the roots (``model.module``, an encoder alone).
+
+        They begin with ``eval()``.
+        """
         divided = self
 
         @wraps(train)
@@ -197,17 +205,17 @@ class Divided:
 
     @property
     def part_of_inputs(self) -> float:
-        """Which part of what is handed to the model this rank computes."""
+        """The fraction of the model's input that this rank computes."""
         part = self.batches.share
         return part.size / part.samples if part is not None and self.division.batches in (DOOR, WHOLE) else 1.0
 
     @property
     def whole_of_seen(self) -> float:
-        """How many times as large a whole batch is as what the script sees of it."""
+        """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share
         return part.samples / part.size if part is not None and part.size and self.division.batches in (INDEX, CUT) else 1.0
 
-    # -- backward ---------------------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------
 
     def _wrap_backward(self, backward: Callable) -> Callable:
         divided, torch = self, self.torch
@@ -236,7 +244,7 @@ class Divided:
         return backward_divided
 
     def _factor(self) -> float:
-        """What the share's loss is multiplied with, so that the average over all ranks is the loss of the whole batch."""
+        """The factor for the share's loss that makes the average over ranks the whole batch's loss."""
         assert self.batches.share is not None
         weight = self.batches.share.weight
         if self.division.batches == WHOLE:
@@ -244,19 +252,22 @@ class Divided:
         return (float(self.here.world_size) if weight else 0.0) if self.division.reduction == SUM else weight * self.here.world_size
 
     def _exchange_of_now(self) -> Exchange | None:
-        """For the backward pass that begins; None where its gradients stay on this rank."""
+        """The exchange for the coming backward pass; None if its gradients stay on this rank."""
         if self.local is not None and self.local.alone():
             return None
         parameters = self.that_train()
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
             self.close_exchange()
             self.exchange = Exchange(self.torch, self.here, parameters, len(self.scene.optimizers) > 1, self.terms)
-            self.exchange.may_leave_early &= self.sharding is None  # whose own exchanges are under way at that time
+            self.exchange.may_leave_early &= self.sharding is None  # its own exchanges run at that time
         self.exchange.begin()
         return self.exchange
 
     def that_train(self) -> list[Any]:
-        """The parameters that train may change while the script runs: layers are frozen, or are not any more."""
+        """The parameters that train.
+
+        They may change while the script runs, as it freezes or unfreezes layers.
+        """
         return [p for p in self._all_parameters() if p.requires_grad]
 
     def close_exchange(self) -> None:
@@ -265,14 +276,14 @@ class Divided:
             self.exchange = None
 
     def _average(self, exchange: Exchange, losses: list[Any], factor: float) -> None:
-        if self.division.batches == WHOLE:  # every rank has the loss of the whole batch
+        if self.division.batches == WHOLE:  # every rank already has the whole batch's loss
             losses = []
         self.scene.listener.exchange_begin()
         averages = exchange.average([loss.detach() * factor for loss in losses], self.wanted)
         self.scene.listener.exchange_end(exchange.traffic)
         self.terms = exchange.terms
         for loss, average in zip(losses, averages, strict=True):
-            loss.data.copy_(average)  # what the script prints, and decides by
+            loss.data.copy_(average)  # the script prints it and decides by it
 
     def _has_learned(self) -> None:
         self.stale_buffers = True
@@ -281,7 +292,7 @@ class Divided:
             self.stop_searching = None
 
     def _all_parameters(self) -> list[Any]:
-        """Of the optimizers and of the modules that train, in the same order on every rank."""
+        """The parameters of the optimizers and of the modules that train, in the same order on every rank."""
         optimizers = self.scene.optimizers
         shows = (len(self.roots), *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups))
         if shows != self.everything[0]:
@@ -291,12 +302,12 @@ class Divided:
         return self.everything[1]
 
     def _is_sharded(self, parameter: Any) -> bool:
-        """Whether its gradient is averaged by who has divided it."""
+        """Whether sharding averages its gradient."""
         return self.sharding is not None and bool(self.sharding.holds(parameter))
 
 
 def weighted(torch: Any, losses: tuple, given: Any, factor: float) -> Any:
-    """The gradients that a backward pass starts from, times ``factor``."""
+    """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return given
     each = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)

@@ -1,8 +1,9 @@
-"""Random numbers for a share of a batch, as they would have been drawn for the whole.
+"""Draw random numbers for a share of a batch as for the whole batch.
 
-While this is on, an operator that draws numbers for the samples of a share draws them for the whole batch, and the rank takes its part. All ranks then
-draw alike, so each sample meets the very numbers that it would have met in one process: dropout masks, noise, everything. It costs the drawing of
-every rank's numbers, and a dispatch mode.
+In this mode, an operator that draws numbers for the samples of a share draws them for the whole batch, and
+the rank takes its part. All ranks then draw the same, so each sample gets the same numbers as in one process:
+dropout masks, noise, everything. This costs the drawing of all ranks' numbers on each rank, and a dispatch
+mode.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flatout.ranks.shares import Rows, Share
 
 
 def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any:
-    """A dispatch mode; ``share_of()`` is the share that is being computed."""
+    """A dispatch mode; ``share_of()`` returns the share being computed."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,7 @@ def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any
             if shape is None or rows is None:
                 return operator(*args, **kwargs)
             made = operator(*(_for_the_whole(each, shape, rows, tensor_class) for each in args), **kwargs)
-            size = rows.whole(shape)[rows.dim]  # of what it gives beside, too: an attention's normalisers
+            size = rows.whole(shape)[rows.dim]  # also for further outputs, such as an attention's normalisers
             taken = tree_map_only(tensor_class, lambda t: rows.of_the_share(t).contiguous() if t.dim() > rows.dim and t.shape[rows.dim] == size else t, made)
             return args[0].copy_(taken) if operator._schema.is_mutable else taken
 
@@ -38,14 +39,17 @@ def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any
 
 
 def _shape(thing: Any, tensor_class: Any) -> list[int] | None:
-    """Of a tensor that numbers are drawn into or for, or one that is asked for by its sizes."""
+    """The shape of a tensor that numbers are drawn into or for, or the requested sizes."""
     if isinstance(thing, tensor_class):
         return list(thing.shape) if thing.dim() else None
     return list(thing) if isinstance(thing, (list, tuple)) and thing and all(type(size) is int for size in thing) else None
 
 
 def _for_the_whole(thing: Any, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
-    """A tensor for all samples with this rank's part in its place, which is all that decides on it; or the sizes of one."""
+    """A tensor for all samples with this rank's part in place, or the sizes of one.
+
+    Only this part matters for the result.
+    """
     if _shape(thing, tensor_class) != shape:
         return thing
     if not isinstance(thing, tensor_class):

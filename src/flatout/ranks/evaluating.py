@@ -1,7 +1,8 @@
-"""An evaluation divided between the ranks, where that is asked for: each computes its share of a batch, and the script sees the outputs of all of it.
+"""Split an evaluation between the ranks on request: each computes its share, and the script sees all outputs.
 
-Every rank has fetched the whole batch. Whether a module's outputs may be put together is tried at its first batch, which is computed both ways: where they
-differ by more than rounding, or hold something without a row for each sample (a loss), its evaluations stay whole on every rank.
+Every rank has fetched the whole batch. The first batch of a module is computed both ways to test whether its
+outputs can be joined. If they differ by more than rounding, or contain a value without a row per sample (a
+loss), its evaluations stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from flatout.ranks.gathering import put_together
 from flatout.ranks.shares import Rows, share
 
 NAME = "data_parallel"
-STAYS_WHOLE = "its evaluations stay whole on every rank: what the model gives for parts of a batch cannot be put together"
-ROUNDING = 1e-3  # relative to the largest number of a tensor; what looks from sample to sample is off by more, half precision by less
+STAYS_WHOLE = "its evaluations stay whole on every rank: the model's outputs for parts of a batch cannot be joined"
+ROUNDING = 1e-3  # relative to a tensor's largest number; dependence between samples exceeds it, half precision does not
 
 
 class Evaluating:
@@ -24,7 +25,7 @@ class Evaluating:
         self._divides: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """What ``forward`` gives; the other ranks are at the same place with the same arguments."""
+        """The result of ``forward``; the other ranks are at the same point with the same arguments."""
         samples = next((each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, self.torch.Tensor) and each.dim()), 0)
         if module.training or samples < self.here.world_size or self._divides.get(module) is False:
             return forward(*args, **kwargs)
@@ -45,7 +46,7 @@ class Evaluating:
         return put_together(self.torch, mine, share(samples, self.here.rank, self.here.world_size), self.here.world_size)
 
     def _tried(self, module: Any, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any) -> bool:
-        """Decided alike by all ranks: none goes to meet the others where one of them cannot."""
+        """A joint decision: no rank enters a collective if one of them cannot."""
         from torch.utils._pytree import tree_leaves
 
         part = share(samples, self.here.rank, self.here.world_size)
@@ -54,7 +55,7 @@ class Evaluating:
                 mine = self._own(forward, args, kwargs, samples)
                 leaves = [leaf for leaf in tree_leaves(mine) if isinstance(leaf, self.torch.Tensor)]
                 can = bool(leaves) and all(Rows.of(list(leaf.shape), part) is not None for leaf in leaves)
-            except Exception:  # a shape that is written into the model: the whole batch has just gone through
+            except Exception:  # a shape fixed in the model; the whole batch has just worked
                 mine, can = None, False
         device = next(module.parameters()).device
         if not self._all(can, device):
@@ -74,7 +75,7 @@ class Evaluating:
         return bool(self.torch.allclose(a, b, rtol=0.0, atol=ROUNDING * largest, equal_nan=True))
 
     def _all(self, here: bool, device: Any) -> bool:
-        """Whether all ranks say so. Only NCCL wants the flag on the device of the model."""
+        """Whether it is true on all ranks. Only NCCL needs the flag on the model's device."""
         flag = self.torch.tensor([float(here)], device=device if "nccl" in str(self.torch.distributed.get_backend()) else "cpu")
         self.torch.distributed.all_reduce(flag)
         return float(flag) == self.here.world_size

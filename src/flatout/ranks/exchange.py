@@ -1,15 +1,18 @@
-"""The exchange of gradients: after a backward pass every rank has the average of what all ranks computed.
+"""The exchange of gradients: after a backward pass every rank has the average over all ranks.
 
-What a parameter had accumulated before is the same on every rank. On a plain wire it passes through the average unchanged; a lossy one would round it once
-more in every pass, so there it is put aside, only what the pass brings is sent, and the mean of that is added to it. Parameters that went unused
-on some rank count as zero there, and stay without a gradient where nobody used them.
+Values accumulated by earlier passes are the same on every rank. A plain wire leaves them unchanged in the
+average. A lossy one would round them again in every pass. There they are set aside, only the new part is
+sent, and its mean is added. A parameter unused on some rank counts as zero there. If no rank used it, it
+stays without a gradient.
 
-Buckets travel in one order on every rank, whatever order their gradients arrive in. A bucket leaves while the backward pass still runs, as soon as
-all its gradients are there and those before it have left. Where several optimizers share a program, one pass touches a part of the parameters; then the
-ranks first agree on which buckets there is anything new in, and the others stay.
+Buckets leave in the same order on every rank, whatever order their gradients arrive in. A bucket leaves
+during the backward pass, once its gradients are complete and the earlier buckets have left. With several
+optimizers, one pass touches only some parameters. The ranks then first agree on the buckets with new
+gradients, and send only these.
 
-How it all travels (``Terms``) may change while the program runs: each rank says with every pass what it wants, and when all want the same it holds from
-the next pass on. So nobody sends what another does not expect, though ranks hear of a change at different steps.
+The transport (``Terms``) may change at run time: each rank reports its preference with every pass. If all
+agree, it applies from the next pass on. The formats of all ranks therefore always match, even if ranks learn
+of a change at different steps.
 """
 
 from __future__ import annotations
@@ -23,25 +26,28 @@ from flatout.plan.standing import Standing
 from flatout.ranks.convoy import CannotExchange, Convoy, Traffic, buckets_of, packed, unpacked
 from flatout.ranks.wire import Terms
 
-WATCHED_PASSES = 2  # none leaves early in these: does any gradient arrive twice?
+WATCHED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
 
 
 class Exchange:
-    """``parameters`` are in the same order on every rank. ``in_parts``: a backward pass touches some of them, and another pass others."""
+    """``parameters`` are in the same order on every rank.
+
+    ``in_parts``: each backward pass touches only some of them.
+    """
 
     def __init__(self, torch: Any, here: Standing, parameters: Sequence[Any], in_parts: bool, terms: Terms) -> None:
         self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
         self.passes = 0
         self.may_leave_early = not in_parts
         self.arrived: Counter[int] = Counter()
-        self.aside: dict[int, Any] = {}  # what parameters had accumulated before this pass
+        self.aside: dict[int, Any] = {}  # gradients accumulated before this pass
         self.traffic = Traffic()  # of the last pass
-        self._missing: list[int] = []  # gradients, bucket by bucket
+        self._missing: list[int] = []  # number of gradients per bucket
         self._travel_under(terms)
         self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._arrives, at)) for at, parameter in enumerate(self.parameters)]
 
     def close(self) -> None:
-        """Hear of no gradient any more."""
+        """Remove the gradient hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -51,7 +57,7 @@ class Exchange:
         self.bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
         self.convoy = Convoy(self.torch, self.wire)
 
-    # -- while the backward pass runs -------------------------------------------------------------------------------
+    # -- while the backward pass runs ------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.passes += 1
@@ -64,7 +70,7 @@ class Exchange:
                     self.aside[at], parameter.grad = parameter.grad, None
 
     def give_up(self) -> None:
-        """The pass has failed: what was accumulated before it is there again."""
+        """The pass has failed: restore the gradients accumulated before it."""
         for at, gradient in self.aside.items():
             self.parameters[at].grad = gradient
         self.aside.clear()
@@ -74,7 +80,7 @@ class Exchange:
         number = self.bucket_of[at]
         if self.arrived[at] > 1:
             if number < len(self.convoy):
-                raise CannotExchange("a gradient arrived twice in one backward pass, after it had been sent (a block that is computed again twice?)")
+                raise CannotExchange("a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)")
             self.may_leave_early = False
             return
         self._missing[number] -= 1
@@ -86,12 +92,14 @@ class Exchange:
         bucket = self.buckets[number]
         self.convoy.leave(self._filled(bucket), [self.parameters[at] for at in bucket])
 
-    # -- after it ---------------------------------------------------------------------------------------------------
+    # -- after it --------------------------------------------------------------------------------------------
 
     def average(self, values: Sequence[Any], wanted: Terms) -> list[Any]:
-        """Average gradients in place, and scalar tensors, which are answered in float32 or better. Raises CannotExchange.
+        """Average gradients in place, and scalar tensors, which are returned in float32 or better.
 
-        ``wanted`` holds from the next pass on if every rank wants it now.
+        Raises CannotExchange.
+
+        ``wanted`` applies from the next pass on if every rank requests it now.
         """
         left_early, world = len(self.convoy), self.here.world_size
         numbers = list(self._touched() if self.in_parts else range(len(self.buckets)))
@@ -114,7 +122,7 @@ class Exchange:
         return list(extra[:len(values)] / world)
 
     def _touched(self) -> list[int]:
-        """The buckets that a gradient arrived in, on any rank."""
+        """The buckets that received a gradient on any rank."""
         if not self.parameters:
             return []
         mine = {self.bucket_of[at] for at in self.arrived}
@@ -130,13 +138,13 @@ class Exchange:
             if gradient is None:
                 parts.append(parameter.detach().new_zeros(parameter.numel()))
             elif gradient.layout != self.torch.strided:
-                raise CannotExchange("its gradients are sparse (an embedding with sparse=True), which are not exchanged between ranks")
+                raise CannotExchange("its gradients are sparse (an embedding with sparse=True), and flatout cannot exchange sparse gradients")
             else:
                 parts.append(gradient.detach())
         return packed(self.torch, parts)
 
     def _extra(self, values: Sequence[Any], wanted: Terms) -> Any:
-        """The values, what each rank wants, and for each parameter whether this rank has a gradient of it."""
+        """The values, each rank's preference, and for each parameter whether this rank has a gradient."""
         torch = self.torch
         device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32

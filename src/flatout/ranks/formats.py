@@ -1,10 +1,10 @@
-"""The script's own formats, out of divided weights and into them: what it saves is what one process saves, and what one process has saved it loads.
+"""Convert between sharded weights and the script's own formats: it saves and loads what one process would.
 
-    model.state_dict(), optimizer.state_dict()     whole tensors on every rank, on the host where the model is on a GPU
+    model.state_dict(), optimizer.state_dict()     whole tensors on every rank (on the host for a GPU model)
     load_state_dict of both                        each rank takes its part
     torch.save(model), copy.deepcopy(model)        a plain module with whole weights
-    model.to(...)                                  the divided weights move
-    clip_grad_norm_                                answers a plain number, over weights of both kinds
+    model.to(...)                                  the sharded weights move
+    clip_grad_norm_                                returns a plain number, over weights of both kinds
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-STATE_PREFIX = "__composable_api"  # what fully_shard keeps in a module
+STATE_PREFIX = "__composable_api"  # prefix of fully_shard's attributes in a module
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
 OURS = "flatout.ranks.sharding"
 
 
 class Formats:
-    """Puts itself in the places where a script meets the format of its model; ``sharding`` knows what is divided."""
+    """Patches the functions that depend on the format of a model.
+
+    ``sharding`` knows which weights are sharded.
+    """
 
     def __init__(self, torch: Any, sharding: Any, ledger: Any) -> None:
         self.torch, self.sharding, self.mixing = torch, sharding, sharding.mixing
-        self.depth = 0  # of calls that go through all modules below one
+        self.depth = 0  # of recursive calls through submodules
         module, optimizer, clip = torch.nn.Module, torch.optim.Optimizer, torch.nn.utils.clip_grad
         ledger.set(module, "state_dict", self._state_dict(module.state_dict))
         ledger.set(module, "load_state_dict", self._load_module(module.load_state_dict))
@@ -53,7 +56,7 @@ class Formats:
         return state_dict
 
     def _make_whole(self, held: Any) -> None:
-        """Every divided tensor in a state, in its place. One after the other, so that a GPU has no more than one of them whole."""
+        """Replace every sharded tensor in a state by a whole one, one at a time to limit GPU memory."""
         places = held.items() if isinstance(held, dict) else enumerate(held)
         made: dict[int, Any] = {}
         for name, thing in list(places):
@@ -71,7 +74,7 @@ class Formats:
         @wraps(really)
         def load_state_dict(module: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
             divided = any(map(formats.sharding.holds, module.parameters()))
-            return really(module, state_dict, strict, assign and not divided)  # a divided weight takes values, and stays itself
+            return really(module, state_dict, strict, assign and not divided)  # a sharded weight takes the values and stays the same object
 
         return load_state_dict
 
@@ -124,7 +127,7 @@ class Formats:
         return reduce_without_ranks
 
     def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
-        """What a module is pickled or copied with, without what FSDP2 and we have put into it."""
+        """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
         state = {name: value for name, value in held.items() if not name.startswith(STATE_PREFIX) and name not in MARKS}
         found: dict[str, Any] = self.sharding.scene.without_hooks(state, _is_ours)
         return found
@@ -141,7 +144,7 @@ class Formats:
 
 
 def _is_ours(hook: Any) -> bool:
-    """A hook of FSDP2, or of ``Sharding``; torch keeps some of them in an object with the function in ``hook``."""
+    """Whether a hook is FSDP2's or flatout's; torch wraps some in an object with the function in ``hook``."""
     function = getattr(hook, "hook", hook)
     module = getattr(function, "__module__", None) or ""
     return module.startswith(OF_TORCH) or module == OURS

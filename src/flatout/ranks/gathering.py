@@ -1,7 +1,8 @@
-"""What a model gives for the shares of a batch, put together: behind the model the script sees the outputs of the whole batch on every rank.
+"""Join a model's outputs for the shares of a batch: the script sees the whole batch's outputs on every rank.
 
-Each rank then computes the same loss. A backward pass takes from its gradient the rows of the rank's own share, so that the gradients of all ranks add up
-to that of the whole batch, whatever the loss does with its samples. That holds where a model treats its samples one by one.
+Each rank then computes the same loss. A backward pass takes from its gradient the rows of the rank's own
+share. The gradients of all ranks therefore add up to that of the whole batch, whatever the loss does with its
+samples. This requires a model that treats its samples independently.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from flatout.ranks.shares import Rows, Share, share
 
 
 def put_together(torch: Any, output: Any, part: Share, world: int) -> Any:
-    """``output`` with the rows of all ranks in each of its tensors. Raises CannotDivide for a value of the whole share, as a loss is."""
+    """``output`` with the rows of all ranks in each tensor.
+
+    Raises CannotDivide for a value without rows per sample, such as a loss.
+    """
     from torch.utils._pytree import tree_map_only
 
     def of(tensor: Any) -> Any:
         rows = Rows.of(list(tensor.shape), part)
         if rows is None and tensor.requires_grad:
-            raise CannotDivide(f"its model gives something of shape {list(tensor.shape)} that has no row for each sample, a loss of its own perhaps")
+            raise CannotDivide(f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)")
         return tensor if rows is None else _of_all_ranks(torch, tensor, rows, world)
 
     return tree_map_only(torch.Tensor, of, output)

@@ -1,14 +1,18 @@
-"""Ranks that step by themselves for a while, each on its share, and are then brought together (rounds.py says how).
+"""Local steps: ranks step independently for a while, each on its share, and are then synchronised.
 
-    a round's end       each rank sends its *progress*, the weights it began with less those it has. The mean of it moves the *shared* weights, which are
-                        the same on every rank, and every rank goes on from there
-    with overlap        progress travels while the next round trains. When that has ended the shared weights move, and a rank goes on from them less its own
-                        newest progress, which the others have not got yet
-    meeting             before anything that must be the same everywhere (an evaluation, state_dict, torch.save, load_state_dict, the end of the program)
-                        the round ends early, and nothing stays under way: all ranks then hold the shared weights
-    losing count        with each round travels how many steps each rank has done. A rank that is not where the others are is an error in words, on all of them
+See rounds.py for the settings and the update.
 
-Every exchange has the same form, so that ranks which have lost each other still meet in one, and find out. The optimizer's own state stays each rank's.
+    end of a round   each rank sends its *progress*: its initial weights minus its present ones. The mean
+                     updates the *shared* weights, which are the same on every rank; all continue from them
+    with overlap     progress is sent while the next round trains. At the end of that round the shared weights
+                     are updated. A rank continues from them minus its newest progress, which is still unsent
+    rendezvous       before anything that must be the same everywhere (an evaluation, state_dict, torch.save,
+                     load_state_dict, the end of the program) the round ends early, and nothing stays in
+                     transit: all ranks then hold the shared weights
+    losing count     each round also sends the step counts. If they differ, all ranks raise an error
+
+All exchanges have the same form, so that ranks out of step still pair up and detect it. The optimizer's state
+stays local to each rank.
 """
 
 from __future__ import annotations
@@ -26,26 +30,26 @@ from flatout.ranks.convoy import CannotExchange, Convoy, Traffic, buckets_of, pa
 from flatout.ranks.rounds import OUTER, Outer, Rounds
 
 NAME = "local_sgd"
-SYNCHRONOUS = 2  # steps: the first is the plain one, and what later levers want of the exchange is agreed in the second
-SCALED = "the script scales its loss, and a rank alone would leave a step out; gradients are exchanged in every step"
+SYNCHRONOUS = 2  # steps: the first runs without levers, the second agrees on the transport
+SCALED = "the script scales its loss, and a single rank might skip a step; gradients are exchanged in every step"
 
 
 class LocalSteps:
-    """``divided`` is what `data_parallel` has in place. ``apart``: each rank steps by itself at the moment."""
+    """``divided``: the installed `data_parallel`. ``apart``: whether each rank is stepping independently."""
 
     def __init__(self, divided: Any, rounds: Rounds, rate: float | None = None) -> None:
         self.divided, self.rounds, self.torch = divided, rounds, divided.torch
         usual, self.momentum = OUTER[rounds.outer]
         self.rate = usual if rate is None else rate
         self.cycles = Cycles(divided.scene)
-        self.steps = self.since = self.held = 0  # of this rank; since the last round; rounds
+        self.steps = self.since = self.held = 0  # steps of this rank; steps since the last round; rounds
         self.apart = self.moved = self.never = False
         self.traffic = Traffic()  # of the last round
         self.parameters: list[Any] = []
         self.shared: list[Any] = []
-        self.begun: list[Any] = []  # where this rank began its round; with overlap these are not the shared weights
+        self.begun: list[Any] = []  # this rank's weights at the start of its round; with overlap not the shared ones
         self._under_way: tuple[Convoy, Any, Any] | None = None
-        self._mine = os.getpid(), threading.get_ident()  # neither a loader's worker nor a thread that saves may exchange anything
+        self._mine = os.getpid(), threading.get_ident()  # loader workers and saving threads must not communicate
 
     def install(self, ledger: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -58,11 +62,11 @@ class LocalSteps:
         atexit.register(self._end)
         ledger.call("end of the program", lambda: atexit.unregister(self._end))
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def alone(self) -> bool:
-        """Asked before a backward pass: whether its gradients stay here."""
-        if self.apart and not _the_same(self.parameters, self.divided.that_train()):  # layers were frozen, or are not any more
+        """Whether the gradients of the coming backward pass stay on this rank."""
+        if self.apart and not _the_same(self.parameters, self.divided.that_train()):  # layers were frozen or unfrozen
             self.meet()
             self._begin_anew()
         return self.apart
@@ -91,7 +95,7 @@ class LocalSteps:
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """All ranks have the same weights: they are the shared ones."""
+        """Take the present weights, equal on all ranks, as the shared ones."""
         torch, terms = self.torch, self.divided.terms
         self.parameters = self.divided.that_train()
         self.buckets, self.wire = buckets_of(self.parameters, terms.bucket_bytes), terms.way.make(torch, self.divided.here.world_size)
@@ -100,16 +104,19 @@ class LocalSteps:
         self.begun = [each.clone() for each in self.shared] if self.rounds.overlap else self.shared
         self.since, self.moved = 0, False
 
-    # -- rounds -----------------------------------------------------------------------------------------------------
+    # -- rounds ----------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """From here on every rank has the same weights, until the next step. The other ranks are at the same place."""
+        """Synchronise the weights of all ranks until the next step. The other ranks are at the same point."""
         if self.apart and not self._elsewhere() and (self.moved or self._under_way is not None):
             self._round(stay=False)
 
     def _round(self, stay: bool, ends: bool = False) -> None:
-        """``stay``: what it brought goes under way, and this rank goes on without it. Raises CannotExchange where ranks are not at the same place."""
-        with self.torch.inference_mode(False), self.torch.no_grad():  # an evaluation may be in inference mode; what is made here lives on
+        """``stay``: send the progress in the background and continue without the result.
+
+        Raises CannotExchange if the ranks are not at the same step.
+        """
+        with self.torch.inference_mode(False), self.torch.no_grad():  # an evaluation may be in inference mode, but these tensors outlive it
             progress = self.torch._foreach_sub(self.begun, [_wide(self.torch, p) for p in self.parameters])
             self._arrive(apply=True)
             if self.moved or ends:
@@ -148,7 +155,7 @@ class LocalSteps:
                     progress[at] = part
             self.outer.step(self.shared, progress)
 
-    # -- where the program must be one ------------------------------------------------------------------------------
+    # -- synchronised calls ----------------------------------------------------------------------------------
 
     def _met_before(self, really: Callable) -> Callable:
         @wraps(really)
@@ -159,7 +166,7 @@ class LocalSteps:
         return when_met
 
     def _anew_after(self, really: Callable) -> Callable:
-        """Weights that are put back are no progress of a round."""
+        """Loaded weights do not count as progress of a round."""
         @wraps(really)
         def put_back(*args: Any, **kwargs: Any) -> Any:
             self.meet()
@@ -172,7 +179,10 @@ class LocalSteps:
         return put_back
 
     def _end(self) -> None:
-        """The end of the program: a rank that comes here while others train on tells them so. One that failed is heard of in another way."""
+        """The end of the program: tell the ranks that are still training.
+
+        A failed rank is reported in another way.
+        """
         if not self.apart or self._elsewhere() or getattr(sys, "last_value", None) is not None:
             return
         try:
@@ -188,7 +198,10 @@ class LocalSteps:
 
 
 class Cycles:
-    """Which optimizer ends a step, where several take part: as the Scene finds it, whose own hooks rest after the first steps."""
+    """Which of several optimizers ends a step.
+
+    Used because the hooks of `Scene` stop after the first steps.
+    """
 
     def __init__(self, scene: Any) -> None:
         self.scene, self.boundaries = scene, type(scene.boundaries)()
@@ -212,14 +225,14 @@ class Cycles:
 
 
 def _wide(torch: Any, parameter: Any) -> Any:
-    """In a precision in which small progress is not lost."""
+    """The parameter in a precision that keeps small progress."""
     return parameter.detach().float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.detach()
 
 
 def _apart(steps: list[float], ended: list[float]) -> str:
     said = ", ".join(f"rank {rank} {int(done)}{' and has ended' * bool(end)}" for rank, (done, end) in enumerate(zip(steps, ended, strict=True)))
-    return (f"the ranks did different numbers of steps ({said}). With local_sgd each of them reads the loss of its own share, and what the script decides by "
-            "that (stopping early, a schedule on a plateau), or by the clock, it decides differently. Decide by an evaluation, or leave local_sgd out")
+    return (f"the ranks did different numbers of steps ({said}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
+            "(early stopping, a plateau schedule) or on the clock differ between ranks. Base them on an evaluation, or remove local_sgd")
 
 
 def _the_same(a: list[Any], b: list[Any]) -> bool:

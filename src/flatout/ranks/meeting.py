@@ -1,4 +1,4 @@
-"""How the ranks of a program find each other: at a store that whoever started them has named."""
+"""The rendezvous of the ranks: a store that the launcher has named."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 from flatout.plan.standing import MEETING, Standing
 from flatout.ranks.alone import for_ourselves
 
-PATIENCE_S = 1800.0  # torch's own: a rank may evaluate for long before it comes
+PATIENCE_S = 1800.0  # torch's default: a rank may evaluate for long before it arrives
 
 
 def join(torch: Any, here: Standing, device: Any, ledger: Any) -> None:
-    """Meet the others, who exchange what is on their model's ``device``.
+    """Create the process group for tensors on the model's ``device``.
 
-    The script must not see it: one that asks whether there are ranks would begin to divide by itself.
+    Hide it from the script: a script that asks whether there are ranks would start to parallelise itself.
     """
     distributed, place = torch.distributed, store(torch, here, PATIENCE_S)
     backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, here, place, device)
@@ -25,7 +25,7 @@ def join(torch: Any, here: Standing, device: Any, ledger: Any) -> None:
 
 
 def _backend_of_cuda(torch: Any, here: Standing, place: Any, device: Any) -> str:
-    """NCCL wants a device for each rank; ranks that share one exchange through gloo."""
+    """NCCL needs one device per rank; ranks that share a device use gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"
     place.set(f"device {here.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}")
@@ -34,7 +34,12 @@ def _backend_of_cuda(torch: Any, here: Standing, place: Any, device: Any) -> str
 
 
 def store(torch: Any, where: Standing, timeout_s: float) -> Any:
-    """The torch store at which the ranks of ``where`` meet. Raises torch's DistError where it cannot be reached within the timeout, ValueError for no place."""
+    """The torch store for the rendezvous of ``where``.
+
+    Raises DistError if it is unreachable within the timeout.
+
+    Raises ValueError if the address is invalid.
+    """
     timeout = type(torch.distributed.constants.default_pg_timeout)(seconds=timeout_s)  # a datetime.timedelta, without the clocks of its module
     place = urlsplit(where.meeting)
     if place.scheme == "file":
@@ -42,5 +47,5 @@ def store(torch: Any, where: Standing, timeout_s: float) -> Any:
         found.set_timeout(timeout)
         return found
     if place.scheme != "tcp" or not place.hostname or not place.port:
-        raise ValueError(f"{MEETING}={where.meeting} is no place that ranks can meet at: file:///path or tcp://host:port")
+        raise ValueError(f"{MEETING}={where.meeting} is not a valid rendezvous. Use file:///path or tcp://host:port")
     return torch.distributed.TCPStore(place.hostname, place.port, is_master=False, timeout=timeout, wait_for_workers=False)

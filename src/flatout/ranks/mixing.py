@@ -1,8 +1,10 @@
-"""Where divided weights meet whole tensors: in an average of weights, a penalty, a product outside of any module, a number that is printed.
+"""DTensor interoperation: use sharded weights together with whole tensors.
 
-FSDP2's weights are DTensors, and torch refuses to compute with those and plain tensors together. Here the divided one is made whole for the occasion, on
-every rank alike (each of them runs the whole script, so they meet at it). Its gradient, which differs from rank to rank, comes back as the average.
-What is changed in place stays what it was: a divided weight takes its own part of a whole tensor.
+Examples are an average of weights, a penalty, a product outside any module, or a print. FSDP2's weights are
+DTensors, and torch does not mix those with plain tensors. This module gathers the sharded tensor for the
+operation, on every rank alike (each rank runs the whole script, so all take part). Its gradient, which
+differs between ranks, is averaged and sharded again. In-place operations keep the tensor's kind: a sharded
+weight takes its own part of a whole tensor.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-# What leaves the tensors. Of a sum over parts torch 2.14 gives each rank its own part as a number, and no sum.
+# Functions that return no tensor. torch 2.14 returns each rank's part of a partial sum, not the sum.
 SPOKEN = ("item", "tolist", "numpy", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__array__", "__format__",
           "__reduce_ex__", "__repr__")
-IN_PLACE = ("__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # the first: of .data or .grad
+IN_PLACE = ("__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # the first sets .data or .grad
 
 
 class Mixing:
@@ -34,13 +36,16 @@ class Mixing:
         ledger.set(DTensor, "__repr__", lambda tensor, **words: mixing._printed(tensor))
         self._stand_in = _stand_in_class(torch)
 
-    # -- parts and wholes -------------------------------------------------------------------------------------------
+    # -- sharded and whole tensors ---------------------------------------------------------------------------
 
     def is_divided(self, thing: Any) -> bool:
         return isinstance(thing, self.kind)
 
     def whole(self, tensor: Any) -> Any:
-        """All of it, on every rank; a Parameter of a Parameter. Its gradient comes back divided, as the average of all ranks'."""
+        """The whole tensor on every rank; a Parameter of a Parameter.
+
+        Its gradient is averaged over ranks and sharded.
+        """
         from torch.distributed.tensor import Partial
 
         torch = self.torch
@@ -53,7 +58,7 @@ class Mixing:
         return found
 
     def part_of(self, whole: Any, like: Any) -> Any:
-        """This rank's part of a whole tensor, divided as ``like`` is; nothing of the whole is kept."""
+        """This rank's part of a whole tensor, sharded as ``like``; it keeps no memory of the whole."""
         with self.plainly(), self.torch.no_grad():
             made = self.torch.zeros_like(like, dtype=whole.dtype)
             local = made._local_tensor
@@ -63,20 +68,20 @@ class Mixing:
             return made
 
     def _start(self, like: Any) -> int:
-        """The first row of this rank's part: FSDP2 gives each rank as many rows as torch.chunk would."""
+        """The first row of this rank's part: FSDP2 splits rows as torch.chunk does."""
         mesh = like.device_mesh
         dim = mesh.ndim - 1
         rows, ranks = like.shape[0], mesh.size(dim)
         return min(rows, -(-rows // ranks) * mesh.get_local_rank(dim))
 
     def stand_in(self, whole: Any, divided: Any) -> None:
-        """Empty a weight that something may still hold, and let it stand for the divided one."""
+        """Empty a weight that may still be referenced, and make it a stand-in for the sharded one."""
         whole.data = whole.data.new_empty(0)
         vars(whole).clear()
         vars(whole)["divided"] = divided
         whole.__class__ = self._stand_in
 
-    # -- calls with a divided tensor among their arguments ----------------------------------------------------------
+    # -- calls with a sharded tensor among their arguments ---------------------------------------------------
 
     def _called(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in self.spoken:
@@ -106,7 +111,7 @@ class Mixing:
                     return func(*args, **kwargs)
             except self.torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, NotImplementedError):  # what cannot be done with parts (a view across them): on every rank alike
+            except (RuntimeError, NotImplementedError):  # unsupported on shards (a view across them), on every rank alike
                 if in_place:
                     raise
         args, kwargs = self._replaced(args, kwargs, lambda t: self.whole(t) if self.is_divided(t) else t)
@@ -114,7 +119,10 @@ class Mixing:
             return func(*args, **kwargs)
 
     def _each(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Lists of tensors, of which some are divided: those by themselves, the others by themselves."""
+        """Handle lists of tensors of which some are sharded.
+
+        The function is called separately for the two kinds.
+        """
         first = args[0]
         answers: dict[int, Any] = {}
         for divided in (True, False):
@@ -138,7 +146,7 @@ class Mixing:
         return [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
 
     def _stays_plain(self, thing: Any) -> bool:
-        """A tensor that is not divided, and is no mere number."""
+        """A tensor that is not sharded and not a mere number."""
         return isinstance(thing, self.torch.Tensor) and not self.is_divided(thing) and (thing.dim() > 0 or thing.requires_grad)
 
     def _mixed(self, args: Any, kwargs: Any) -> bool:
@@ -156,14 +164,14 @@ class Mixing:
             return repr(self.whole(tensor))
 
     def _copied(self, tensor: Any, memo: dict[int, Any]) -> Any:
-        """``copy.deepcopy`` of a weight gives a whole one."""
+        """``copy.deepcopy`` of a weight returns a whole one."""
         if id(tensor) not in memo:
             with self.torch.no_grad():
                 memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
         return memo[id(tensor)]
 
     def _entries_set(self, tensor: Any, where: Any, value: Any) -> None:
-        """``weight[where] = value``: torch would set them in a copy of what the other ranks hold."""
+        """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()
             whole[where] = self.whole(value) if self.is_divided(value) else value
@@ -175,7 +183,7 @@ def _stand_in_class(torch: Any) -> type:
     from torch.utils._pytree import tree_map_only
 
     class Whole(torch.nn.Parameter):
-        """What was a whole weight: it stands for the divided one in whatever still holds it."""
+        """The former whole weight: remaining references to it delegate to the sharded one."""
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,7 @@
-"""Batch normalisation over the batch of all ranks: statistics of the whole, by sums that are exchanged in both passes.
+"""Batch normalisation over the batch of all ranks, with sums that are exchanged in forward and backward.
 
-torch's SyncBatchNorm does this on CUDA alone; this one does it on any device, by torch's own operators, and for uneven shares.
+torch's SyncBatchNorm supports only CUDA; this one runs on any device with torch's operators, and supports
+uneven shares.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from typing import Any
 
 
 def over_all_ranks(torch: Any, root: Any, ledger: Any) -> int:
-    """Let every batch normalisation of ``root`` that trains look at all ranks. Answers how many there are."""
+    """Make every batch normalisation of ``root`` that trains use the statistics of all ranks.
+
+    Returns their number.
+    """
     kind = torch.nn.modules.batchnorm._BatchNorm
     found = [module for module in root.modules() if isinstance(module, kind)]
     for module in found:
@@ -42,7 +46,7 @@ def _forward_of(torch: Any, module: Any, really: Any) -> Any:
 
 
 def _note(torch: Any, module: Any, mean: Any, variance: Any) -> None:
-    """The running statistics, as torch keeps them."""
+    """Update the running statistics as torch does."""
     if not module.track_running_stats or module.running_mean is None:
         return
     with torch.no_grad():
@@ -53,7 +57,7 @@ def _note(torch: Any, module: Any, mean: Any, variance: Any) -> None:
 
 
 def _sum_of_ranks(torch: Any) -> Any:
-    """The sum over all ranks, whose gradient is the sum of their gradients."""
+    """The sum over all ranks; its gradient is the sum of their gradients."""
 
     class Sum(torch.autograd.Function):
         @staticmethod

@@ -1,15 +1,20 @@
-"""PowerSGD: a matrix travels as two thin ones, and what they do not hold is added to the next.
+"""PowerSGD: send a matrix as two thin ones, and add the rest to the next gradient.
 
 For a gradient M (n by m, its first dimension against all others) and a thin Q that every rank has:
 
-    P = mean of M Q, made orthonormal    Q = mean of M'P    all ranks take P Q'    each rank keeps M - P Q' and adds it to its next M
+    P = mean of M Q, made orthonormal
+    Q = mean of M'P
+    all ranks use P Q', and each rank adds M - P Q' to its next M
 
-Q is the last one again (warm start), so over the passes P turns towards the directions that matter. Vectors, and matrices that would save less than
-half, travel with the Ps as they are; so does everything in the first passes.
+Q starts from its last value (warm start), so P converges to the dominant directions over the passes. Vectors,
+and matrices that would save less than half, are sent uncompressed together with the Ps; so is everything in
+the first passes.
 
-torch has a hook for DistributedDataParallel that does this (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), and the tests lay this file beside
-it. It chains its collectives by callbacks, which gloo runs on threads of its own: with several buckets under way, ranks would start them in different
-orders. Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization".
+torch has a hook for DistributedDataParallel that does this
+(torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), and the tests compare this file with it. That
+hook chains its collectives by callbacks, which gloo runs on its own threads: with several buckets in transit,
+ranks would start them in different orders. Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical
+Low-Rank Gradient Compression for Distributed Optimization".
 """
 
 from __future__ import annotations
@@ -22,11 +27,15 @@ from flatout.ranks.wire import Plain, Sending, Start, Way, wide
 
 SEED = 714
 SAVING = 2.0  # as torch's min_compression_rate
-AFTER = 100  # passes; the published code compresses from the first one, torch's hook leaves 1,000 alone
+AFTER = 100  # passes; the published code compresses from the first one, torch's hook after 1,000
 
 
 class PowerSGD:
-    """``after`` passes travel as they are; a matrix is compressed where that divides its numbers by ``saving`` or more."""
+    """A PowerSGD wire.
+
+    ``after`` passes are sent uncompressed. A matrix is compressed if that reduces its numbers ``saving``-fold
+    or more.
+    """
 
     lossy = remembers = True
 
@@ -36,8 +45,8 @@ class PowerSGD:
         self.torch, self.world, self.rank, self.after, self.saving = torch, world, rank, after, saving
         self.passes: Any = WeakTensorKeyDictionary()  # by the first parameter of a bucket
         self.queries: Any = WeakTensorKeyDictionary()  # Q, the same on every rank
-        self.errors: Any = WeakTensorKeyDictionary()  # what this rank has not been able to send yet
-        self._draw = random.Random(SEED)  # every rank draws the same in the same order; the program's own numbers stay as they are
+        self.errors: Any = WeakTensorKeyDictionary()  # the part that this rank has not sent yet
+        self._draw = random.Random(SEED)  # equal on every rank; the program's own random numbers are not used
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
         done = self.passes[parameters[0]] = self.passes.get(parameters[0], 0) + 1
@@ -85,7 +94,7 @@ def way(rank: int, after: int) -> Way:
 
 
 class _Packed:
-    """Tensors one behind another in ``flat``; ``parts`` are its views in their shapes."""
+    """Tensors concatenated in ``flat``; ``parts`` are its views in their shapes."""
 
     def __init__(self, torch: Any, tensors: Sequence[Any]) -> None:
         self.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

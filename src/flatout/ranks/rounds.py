@@ -1,4 +1,4 @@
-"""How ranks that step by themselves are brought together again: the value of the lever `local_sgd`, and the outer step."""
+"""The value of the lever `local_sgd`, and the outer step that synchronises the ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 AVERAGE, NESTEROV = "average", "nesterov"
-OUTER = {AVERAGE: (1.0, 0.0), NESTEROV: (0.7, 0.9)}  # learning rate and momentum; the second are DiLoCo's (Douillard et al. 2023, section 3.2)
+OUTER = {AVERAGE: (1.0, 0.0), NESTEROV: (0.7, 0.9)}  # learning rate and momentum; NESTEROV: DiLoCo's (Douillard et al. 2023, section 3.2)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """``every``: steps in a round. ``outer``: the mean of the ranks' weights, or Nesterov's momentum on the way to it. ``overlap``: what a round brought
-    travels while the next one trains, and is applied one round late. ``warmup``: steps that exchange gradients before the first round begins."""
+    """``every``: steps per round.
+
+    ``outer``: average the weights, or apply Nesterov momentum to the average progress.
+
+    ``overlap``: send a round's progress while the next one trains, and apply it one round late. ``warmup``:
+    steps that exchange gradients before the first round.
+    """
 
     every: int = 8
     outer: str = AVERAGE
@@ -22,26 +27,29 @@ class Rounds:
 
     @classmethod
     def read(cls, value: Any) -> Rounds:
-        """Raises TypeError, with a sentence, for what is no such value."""
+        """Raises TypeError with a sentence if the value is invalid."""
         names = ("every", "outer", "overlap", "warmup")
         if not isinstance(value, Mapping) or not set(value) <= set(names):
-            raise TypeError(f"the value of local_sgd is a table with some of {', '.join(names)}, as in {{every = 8}}, not {value!r}")
+            raise TypeError(f"the value of local_sgd must be a table with keys among {', '.join(names)}, such as {{every = 8}}, not {value!r}")
         read = cls(**value)
         if type(read.every) is not int or read.every < 1:
-            raise TypeError(f"every is a whole number of steps from 1 on, not {read.every!r}")
+            raise TypeError(f"every must be a whole number of steps from 1, not {read.every!r}")
         if read.outer not in OUTER:
-            raise TypeError(f"outer is one of {', '.join(OUTER)}, not {read.outer!r}")
+            raise TypeError(f"outer must be one of {', '.join(OUTER)}, not {read.outer!r}")
         if type(read.overlap) is not bool:
-            raise TypeError(f"overlap is true or false, not {read.overlap!r}")
+            raise TypeError(f"overlap must be true or false, not {read.overlap!r}")
         if type(read.warmup) is not int or read.warmup < 0:
-            raise TypeError(f"warmup is a whole number of steps from 0 on, not {read.warmup!r}")
+            raise TypeError(f"warmup must be a whole number of steps from 0, not {read.warmup!r}")
         return read
 
 
 class Outer:
-    """Takes the weights that all ranks share along the mean of what the ranks did: g = start - end, v = momentum v + g, weights -= rate (g + momentum v).
+    """Updates the shared weights by the mean progress of the ranks.
 
-    That is torch.optim.SGD(nesterov=True) with g for a gradient. With rate 1 and momentum 0 the weights become the mean of the ranks' weights.
+        g = start - end, v = momentum v + g, weights -= rate (g + momentum v)
+
+    This is torch.optim.SGD(nesterov=True) with g as the gradient. With rate 1 and momentum 0 the weights
+    become the mean of the ranks' weights.
     """
 
     def __init__(self, torch: Any, rate: float, momentum: float) -> None:
@@ -49,7 +57,7 @@ class Outer:
         self._speed: list[Any] = []
 
     def step(self, weights: Sequence[Any], progress: Sequence[Any]) -> None:
-        """In place. The weights are the same ones each time."""
+        """Update in place. Pass the same weights each time."""
         if not self.momentum:
             self.torch._foreach_add_(list(weights), list(progress), alpha=-self.rate)
             return

@@ -1,15 +1,18 @@
-"""How a script's own DistributedDataParallel exchanges gradients and buffers, changed while it trains.
+"""Change at run time how a script's own DistributedDataParallel exchanges gradients and buffers.
 
-What its arguments say is settled in its *reducer*, which is made with it. Here another reducer takes its place, with the same parameters in the same buckets,
-so that numbers are added up in the order in which they would have been. That happens as a forward pass begins whose gradients will be exchanged: after it torch
-makes its reducer ready. All ranks must want the same before the same forward pass; each changes what it wants after the same step.
+Its arguments are fixed in its *reducer*, which is made with it. This module replaces the reducer by one with
+the same parameters in the same buckets, so that sums keep their order. The change happens at the start of a
+forward pass whose gradients will be exchanged, before torch prepares its reducer. All ranks must request the
+same before the same forward pass; each changes its request after the same step.
 
-    gradient_as_bucket_view    a reducer that was made with it, once no rank was seen to keep the gradients of earlier passes
-    static_graph               the same, once every rank has seen its parameters get their gradients in one order
-    another way of sending     a reducer with a communication hook. torch lets nobody take a hook off; without it there is a new reducer again
-    fewer broadcasts           before each broadcast of buffers the ranks ask each other whether any buffer has changed since the last one
+    gradient_as_bucket_view    a reducer made with it, after no rank kept the gradients of earlier passes
+    static_graph               the same, after every rank saw one order of gradients
+    another transport          a reducer with a communication hook. torch cannot remove a hook; to drop it, a
+                               new reducer is made again
+    fewer broadcasts           before each broadcast of buffers the ranks check whether any buffer has changed
 
-A hook sends each bucket as ranks of flatout's own do (wire.py, convoy.py): what takes several collectives goes on after the last bucket has left, in one order.
+A hook sends each bucket as flatout's own ranks do (wire.py, convoy.py). Transports with several collectives
+continue after the last bucket has left, in one order.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from flatout.ranks.wire import Way
 
 OBSERVED_PASSES = 4
 KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
-CHANGES = "the parameters do not get their gradients in the same order in each pass"
+CHANGES = "the order in which parameters get their gradients differs between passes"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """False leaves what the script has asked for. ``way``: None for torch's own averaging."""
+    """False keeps the script's own setting. ``way``: None for torch's own averaging."""
 
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
@@ -44,7 +47,12 @@ AS_IT_IS = Wanted()
 
 
 def change(scene: Any, ledger: Any, **wanted: Any) -> None:
-    """From the next exchange on, until the ledger is restored, every DistributedDataParallel of the script does as is wanted. Raises LookupError."""
+    """Apply the settings to every DistributedDataParallel of the script from the next exchange on.
+
+    Raises LookupError.
+
+    They hold until the ledger is restored.
+    """
     if why := why_left_alone(scene.ddp_modules):
         raise LookupError(why)
     for ddp in scene.ddp_modules:
@@ -55,7 +63,10 @@ def change(scene: Any, ledger: Any, **wanted: Any) -> None:
 
 
 class ScriptDdp:
-    """One DistributedDataParallel: what is ``wanted`` of it, and what it does ``now``. ``gave_way``: the script has registered a hook of its own."""
+    """One DistributedDataParallel: its ``wanted`` settings, and those in effect ``now``.
+
+    ``gave_way``: the script has registered its own hook.
+    """
 
     def __init__(self, scene: Any, ddp: Any, ledgers: Callable[[], Any]) -> None:
         self.torch, self.scene, self._ledgers = scene.torch, scene, ledgers
@@ -67,13 +78,13 @@ class ScriptDdp:
         self._own_views, self._own_static = ddp.gradient_as_bucket_view, ddp.static_graph
         self._observed: _Observed | None = None
         self._sending: _Sending | None = None
-        self._seen: Any = None  # the buffers as they were when every rank had those of rank 0
+        self._seen: Any = None  # the buffers when they last equalled rank 0's
 
     @property
     def rests(self) -> bool:
         return self.gave_way or self.wanted == self.now == AS_IT_IS
 
-    # -- as a forward pass begins ----------------------------------------------------------------------------------
+    # -- at the start of a forward pass ----------------------------------------------------------------------
 
     def before_forward(self, ddp: Any) -> None:
         if self.gave_way or not self.torch.is_grad_enabled() or not ddp.require_backward_grad_sync or ddp._join_config.enable:
@@ -88,7 +99,10 @@ class ScriptDdp:
                 self._remake(ddp)
 
     def _sound(self, ddp: Any) -> Wanted:
-        """What may hold from here on: some of it only after passes that were looked at, and not if they show that it would change what is learned."""
+        """The settings that are safe from now on.
+
+        Some are safe only after observed passes that show that results do not change.
+        """
         wanted, observed = self.wanted, self._observed
         if not (wanted.gradient_as_bucket_view or wanted.static_graph):
             if observed is not None and not observed.complete:
@@ -105,20 +119,23 @@ class ScriptDdp:
         return replace(wanted, gradient_as_bucket_view=wanted.gradient_as_bucket_view and views, static_graph=wanted.static_graph and static)
 
     def _agree(self, ddp: Any, observed: _Observed) -> None:
-        """What one rank has seen holds for all."""
+        """Combine the observations of all ranks."""
         names = list(observed.verdict)
         told = self.torch.tensor([float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp))
         self.torch.distributed.all_reduce(told, self.torch.distributed.ReduceOp.MIN, group=ddp.process_group)
         observed.verdict = {name: bool(each) for name, each in zip(names, told.tolist(), strict=True)}
         for name, why in (("gradient_as_bucket_view", KEEPS), ("static_graph", CHANGES)):
             if getattr(self.wanted, name) and not observed.verdict[name]:
-                self.scene.report("ddp_flags", f"{name} is left out: {why}")
+                self.scene.report("ddp_flags", f"{name} is not used: {why}")
 
-    # -- the reducer -----------------------------------------------------------------------------------------------
+    # -- the reducer -----------------------------------------------------------------------------------------
 
     def _remake(self, ddp: Any) -> None:
-        """As `DistributedDataParallel.__setstate__` makes one, with the buckets of the old one; where a graph has become static, torch chooses them."""
-        ddp.reducer._rebuild_buckets()  # it would do so in this very pass
+        """Make a reducer as `DistributedDataParallel.__setstate__` does, with the buckets of the old one.
+
+        If the graph has become static, torch chooses the buckets.
+        """
+        ddp.reducer._rebuild_buckets()  # torch would do this in the same pass
         place = {id(p): at for at, p in enumerate(self.parameters)}
         buckets = [[place[id(p)] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
         ddp.gradient_as_bucket_view = self._own_views or self.now.gradient_as_bucket_view
@@ -137,7 +154,7 @@ class ScriptDdp:
             ddp.logger._set_static_graph()
         if not ddp.gradient_as_bucket_view:
             for p in self.parameters:
-                if p.grad is not None and p.grad._is_view():  # of a bucket of the reducer that is gone
+                if p.grad is not None and p.grad._is_view():  # of a bucket of the old reducer
                     p.grad = p.grad.clone()
         self._send(ddp)
 
@@ -149,20 +166,20 @@ class ScriptDdp:
             self.hook = lambda state, bucket: sending.leave(bucket)
             self.hook.__qualname__ = OUR_HOOK
             ddp.register_comm_hook(wire if wire.remembers else None, self.hook)
-            ddp._comm_hooks.pop()  # a module that is pickled has none of ours
+            ddp._comm_hooks.pop()  # a pickled module must not contain our hook
 
     def give_way(self, ddp: Any) -> None:
-        """The script registers a hook, and torch takes one only."""
+        """The script registers a hook, and torch accepts only one."""
         if self.now != AS_IT_IS:
             self.now = AS_IT_IS
             self._remake(ddp)
         self.gave_way = True
 
-    # -- buffers ---------------------------------------------------------------------------------------------------
+    # -- buffers ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def broadcast(self, ddp: Any) -> Iterator[None]:
-        """Around the place where torch broadcasts the buffers of rank 0: it does not where no rank has changed any since the last time."""
+        """Skip torch's broadcast of rank 0's buffers if no rank has changed any since the last one."""
         asks = (self.now.broadcast_when_changed and ddp.will_sync_module_buffers() and not ddp._join_config.enable and not hasattr(ddp, "buffer_hook"))
         if asks and not self._any_changed(ddp):
             before, ddp.broadcast_buffers = ddp.broadcast_buffers, False
@@ -182,17 +199,20 @@ class ScriptDdp:
 
 
 def _buffers(ddp: Any) -> list[tuple[Any, ...]]:
-    """Where each buffer lies, and how often it was written to."""
+    """The address of each buffer and its number of writes."""
     return [(name, buffer.data_ptr(), buffer._version if not buffer.is_inference() else object()) for name, buffer in ddp.module.named_buffers()]
 
 
 def _device(torch: Any, ddp: Any) -> Any:
-    """Where a number lies that ranks tell each other: on the host if their group can send from there, so that nobody waits for a GPU."""
+    """The device for a flag exchanged by ranks.
+
+    It is the host if the group supports it, to avoid a synchronisation.
+    """
     return "cpu" if any(device.type == "cpu" for device in ddp.process_group._device_types) else ddp.device
 
 
 class _Sending:
-    """One backward pass after another, bucket by bucket. torch waits for what ``leave`` returns."""
+    """Sends the buckets of successive backward passes. torch waits for the result of ``leave``."""
 
     def __init__(self, torch: Any, wire: Any, group: Any, parameters: int) -> None:
         self.torch, self.wire, self.group, self.parameters = torch, wire, group, parameters
@@ -207,7 +227,7 @@ class _Sending:
         self._futures.append(future)
         self._left += len(parameters)
         self._convoy.leave(flat, parameters)
-        if self._left == self.parameters:  # the number of a bucket does not tell that it is the last one where a graph is static
+        if self._left == self.parameters:  # with a static graph the index does not identify the last bucket
             convoy, futures = self._convoy, self._futures
             self.begin()
             for each, mean in zip(futures, convoy.arrive(), strict=True):
@@ -216,7 +236,7 @@ class _Sending:
 
 
 class _Observed:
-    """What some passes show: ``verdict`` by the name of what it allows, None until there were enough."""
+    """Observations of some passes: ``verdict`` by the setting that it allows, None until there are enough."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self.verdict: dict[str, bool | None] = {"gradient_as_bucket_view": None, "static_graph": None}
@@ -248,10 +268,10 @@ class _Observed:
         self._hooks = []
 
 
-# -- in the place of torch's own ----------------------------------------------------------------------------------------
+# -- replacements for torch's own methods --------------------------------------------------------------------
 
 HELD: weakref.WeakKeyDictionary[Any, ScriptDdp] = weakref.WeakKeyDictionary()
-_PATCHES: list[Any] = []  # a ledger, while any DistributedDataParallel does not do as its script has said
+_PATCHES: list[Any] = []  # a ledger, while any DistributedDataParallel is changed
 
 
 def _patch(torch: Any, ledgers: Callable[[], Any]) -> None:
@@ -292,7 +312,7 @@ def _register_comm_hook(really: Callable) -> Callable:
 def _detach_(really: Callable) -> Callable:
     @wraps(really)
     def detach_(tensor: Any) -> Any:
-        """A gradient that is a view of a bucket has nothing to be detached from, and torch refuses to do it to a view."""
+        """A gradient that is a bucket view has nothing to detach, and torch raises an error for views."""
         return tensor if tensor._is_view() and not tensor.requires_grad else really(tensor)
 
     return detach_

@@ -1,8 +1,9 @@
-"""Weights, gradients and optimizer state divided over the ranks, by torch's own FSDP2, under a script that knows nothing of it.
+"""Shard weights, gradients and optimizer state over the ranks with torch's FSDP2, under an unmodified script.
 
-When a module that trains is met for the first time its repeated blocks, and then it itself, are handed to ``fully_shard``. The script's optimizers were
-made before that with the whole weights: the divided ones take their place, state and all. What else still holds a whole weight (a list of the script, a
-tuple, a variable) holds from then on a *stand-in*: it has no values of its own, and whatever is done with it is done with the divided weight.
+At the first forward pass of a module that trains, its repeated blocks and then the module itself go through
+``fully_shard``. The script made its optimizers earlier with the whole weights; the sharded ones replace them,
+including their state. Any other reference to a whole weight (a list of the script, a tuple, a variable)
+becomes a *stand-in*. It has no values of its own, and every operation on it acts on the sharded weight.
 """
 
 from __future__ import annotations
@@ -20,29 +21,35 @@ from flatout.ranks.mixing import Mixing
 NAME = "sharding"
 NODE, ALL = "node", "all"
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
-FEWEST = 2  # ranks on a machine, for their weights to be divided inside it
+FEWEST = 2  # ranks on a machine, to shard weights inside it
 
 
 class Sharding:
-    """``over``: the ranks of each machine, so that machines hold copies of one another, or all ranks. ``blocks_of(module)``: its repeated blocks."""
+    """``over``: shard over the ranks of each machine, with replicas across machines, or over all ranks.
+
+    ``blocks_of(module)`` returns its repeated blocks.
+    """
 
     def __init__(self, torch: Any, scene: Any, here: Standing, over: str, blocks_of: Any, ledger: Any) -> None:
         self.torch, self.scene, self.here, self.over, self.blocks_of, self.ledger = torch, scene, here, over, blocks_of, ledger
         self.mesh: Any = None
-        self.averages = True  # gradients; else they are added up
-        self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called by themselves
-        self.opened: list[Any] = []  # modules that are called in pieces at the moment
+        self.averages = True  # average gradients; else sum them
+        self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
+        self.opened: list[Any] = []  # modules being called in pieces
         self.mixing = Mixing(torch, here.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
         self._hooks: list[Any] = []
         ledger.call("hooks of pieces", self._close)
 
     def holds(self, parameter: Any) -> bool:
-        """Whether this weight is divided."""
+        """Whether this weight is sharded."""
         return self.mixing.is_divided(parameter)
 
     def shard(self, root: Any) -> None:
-        """Divide the weights of a module; the other ranks are at the same place, and have equal weights. Raises CannotDivide."""
+        """Shard the weights of a module. Raises CannotDivide.
+
+        The other ranks are at the same point with equal weights.
+        """
         if all(map(self.holds, root.parameters())):
             return
         self._refuse(root)
@@ -53,10 +60,10 @@ class Sharding:
         for module in root.modules():
             state = self._state(module)
             if state is not None:
-                state._is_root = None  # the outermost of those that run first becomes the root of all
+                state._is_root = None  # the outermost module that runs first becomes the root
         self._open_pieces(root)
 
-    # -- one module ---------------------------------------------------------------------------------------------------
+    # -- one module ------------------------------------------------------------------------------------------
 
     def _shard_one(self, module: Any) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -67,7 +74,7 @@ class Sharding:
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
         fully_shard(module, mesh=self.mesh, reshard_after_forward=True, ignored_params=set(self._left_whole([p for _, _, p in before])))
-        self.ledger.set(module, "__class__", kind)  # FSDP2 makes a class of its own, whose methods nobody here calls
+        self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
         for group in self._groups(module):
             group.force_sum_reduction_for_comms = True  # every backend can add
             if not self.averages:
@@ -84,7 +91,7 @@ class Sharding:
             self.mixing.stand_in(whole, divided)
 
     def _left_whole(self, parameters: list[Any]) -> list[Any]:
-        """Scalars, and of several types all but the largest: FSDP2 takes neither."""
+        """Parameters that FSDP2 does not support: scalars, and all dtypes except the most frequent one."""
         kinds: dict[Any, int] = {}
         for p in parameters:
             kinds[p.dtype] = kinds.get(p.dtype, 0) + (p.numel() if p.dim() and p.is_floating_point() else 0)
@@ -92,35 +99,35 @@ class Sharding:
         return [p for p in parameters if not p.dim() or p.dtype != largest or not p.is_floating_point()]
 
     def _in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
-        """The divided weights in the places of the whole ones, with what the optimizer remembers of them."""
+        """Replace the whole weights in the optimizers by the sharded ones, including their state."""
         for optimizer in self.scene.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
                 if len({self.holds(p) for p in group["params"]}) > 1 and group.get("fused"):
                     group["fused"] = False  # one kernel cannot take both kinds
             remembered = list(optimizer.state.items())
-            optimizer.state.clear()  # in the order in which it was
+            optimizer.state.clear()  # keep the order
             for p, state in remembered:
                 divided = pairs[id(p)][1] if id(p) in pairs else None
                 optimizer.state[p if divided is None else divided] = state if divided is None else self.part_of_state(state, divided)
 
     def part_of_state(self, state: dict[str, Any], divided: Any) -> dict[str, Any]:
-        """What an optimizer remembers of a weight, divided like it; what has another shape stays whole."""
+        """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
         tensor = self.torch.Tensor
         return {name: self.mixing.part_of(value, divided) if isinstance(value, tensor) and value.dim() and value.shape == divided.shape
                 and not self.holds(value) else value for name, value in state.items()}
 
-    # -- what is divided, and over whom -----------------------------------------------------------------------------
+    # -- what to shard, and over which ranks -----------------------------------------------------------------
 
     def _refuse(self, root: Any) -> None:
         for name, p in root.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise CannotDivide(f"the script has put a hook on the gradient of {name}, which a divided weight does not have")
+                raise CannotDivide(f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support")
         if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
-            raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be divided")
+            raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be sharded")
 
     def _blocks(self, root: Any) -> list[Any]:
-        """Those that share no weight with anything outside them: such weights belong to the root."""
+        """Blocks that share no weight with modules outside them; shared weights belong to the root."""
         holders: dict[int, set[int]] = {}
         for module in root.modules():
             for p in module._parameters.values():
@@ -150,7 +157,10 @@ class Sharding:
         return _get_module_state(module)
 
     def _groups(self, module: Any) -> list[Any]:
-        """Of weights that travel together. Where FSDP2 has one a module, it has another name."""
+        """Groups of weights that are gathered together.
+
+        The attribute is named differently if FSDP2 has one per module.
+        """
         state = self._state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         return list(groups) if groups is not None else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
@@ -159,10 +169,10 @@ class Sharding:
         for part in module.modules():
             yield from self._groups(part)
 
-    # -- a model that is called in pieces ---------------------------------------------------------------------------
+    # -- a model that is called in pieces --------------------------------------------------------------------
 
     def _open_pieces(self, root: Any) -> None:
-        """A layer that is called past the module it was divided with (``model.decoder(z)``) gets its weights all the same."""
+        """Gather the weights also for a layer called outside its sharded module (``model.decoder(z)``)."""
         for module in root.modules():
             groups = [] if module in self.open else self._groups(module)
             self.open.add(module)
@@ -192,7 +202,10 @@ class Sharding:
         return ends
 
     def _views_end(self, module: Any, args: Any, output: Any) -> Any:
-        """FSDP2 hears by a hook on what a module gives that its backward pass begins. A view loses the hook when a script changes it in place."""
+        """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
+
+        A view loses the hook when a script changes it in place.
+        """
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
@@ -204,8 +217,11 @@ class Sharding:
 
 
 def _give_back() -> None:
-    """Let the memory of a host be the machine's again when a tensor is gone. glibc keeps blocks below a bound, which it raises when a larger one is freed, and
-    weights that come and go block by block then fill the memory with holes: twice what was divided. Setting the bound keeps it where it is."""
+    """Return the memory of freed tensors to the system.
+
+    glibc keeps blocks below a threshold, and raises it when a larger one is freed. Weights gathered block by
+    block then fragment the memory: twice the size of the sharded weights. Setting the threshold fixes it.
+    """
     try:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
     except (OSError, AttributeError):

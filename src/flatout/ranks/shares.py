@@ -1,7 +1,9 @@
-"""How a batch is divided: each rank takes consecutive samples, the first ranks one more where it does not come out even.
+"""Split a batch between the ranks.
 
-Every rank draws the batches of the whole program, in the plain run's order, and fetches only the samples of its own share. A batch with fewer
-samples than ranks is computed whole by everyone and counts on rank 0 alone, so that no rank has to go on without one.
+Each rank takes consecutive samples; the first ranks take one more if the split is uneven. Every rank draws
+the batches of the whole program in the plain run's order and fetches only its own samples. If a batch has
+fewer samples than ranks, every rank computes all of it. It then counts on rank 0 alone, so that no rank is
+without a batch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Share:
-    """Samples ``start`` to ``stop`` of a batch of ``samples``. ``weight`` is its part of a mean over the batch; the weights of all ranks add up to 1."""
+    """Samples ``start`` to ``stop`` of a batch of ``samples``.
+
+    ``weight``: its part of a mean over the batch; the weights of all ranks add up to 1.
+    """
 
     samples: int
     start: int
@@ -27,7 +32,7 @@ class Share:
 
 
 def share(samples: int, rank: int, world: int) -> Share:
-    """What ``rank`` of ``world`` takes of a batch."""
+    """The share of a batch for ``rank`` of ``world``."""
     if samples < world:
         return Share(samples, 0, samples, 1.0 if rank == 0 else 0.0)
     each, more = divmod(samples, world)
@@ -38,7 +43,7 @@ def share(samples: int, rank: int, world: int) -> Share:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a shape has the samples of a share: ``each`` entries a sample along ``dim``."""
+    """The location of a share's samples in a shape: ``each`` entries per sample along ``dim``."""
 
     dim: int
     each: int
@@ -46,8 +51,11 @@ class Rows:
 
     @classmethod
     def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
-        """The first dimension where it has as many, else the only one that has; else the first, where samples were flattened into it (heads, tokens)."""
-        # The rule of capture/batches.batch_dimension, and one case more; ranks stands beside capture and may not import it.
+        """The first dimension if its size matches, else the only one that matches.
+
+        Otherwise the first one, if samples were flattened into it (heads, tokens).
+        """
+        # The rule of capture/batches.batch_dimension plus one case; the package ranks may not import capture.
         found = [dim for dim, size in enumerate(shape) if size == share.size]
         if found and (found[0] == 0 or len(found) == 1):
             return cls(found[0], 1, share)
@@ -63,7 +71,7 @@ class Rows:
 
 
 class DividedBatches:
-    """Takes the place of the sampler that an iterator of a DataLoader draws its batches from."""
+    """Replaces the sampler of a DataLoader's iterator."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
@@ -76,7 +84,10 @@ class DividedBatches:
 
 
 class DividedIterator:
-    """``drawn`` are the shares of the batches that were drawn and not yet taken: workers draw ahead, and hand batches out in order."""
+    """``drawn``: the shares of batches that were drawn and not yet consumed.
+
+    Workers prefetch and deliver in order.
+    """
 
     def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world

@@ -1,8 +1,9 @@
-"""The random numbers of a program that runs in several processes.
+"""Random numbers of a program that runs in several processes.
 
-All ranks start from the same state, and draw the order of the samples from it alike: the *common* stream, which is the plain run's where nothing else
-draws. What a rank draws for its own samples (dropout, noise, augmentation) must differ from rank to rank, or the samples of a batch would share their
-noise: that comes from its *own* stream.
+All ranks start from the same state. They draw the sampler order from the *common* stream, which equals the
+plain run's if nothing else draws from it. A rank's random numbers for its own samples (dropout, noise,
+augmentation) must differ between ranks, or the samples of a batch would share their noise. They come from the
+rank's *own* stream.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ from typing import Any
 
 
 class Streams:
-    """The default generators of torch, of the host and of the devices in use. They hold one of the two streams at a time, and the other one waits.
+    """torch's default generators, of the host and of the devices in use.
 
-    Where batches come from a DataLoader the script draws from its own stream, but inside ``common`` (``part`` begins that); where it draws its
-    batches itself, from the common one, but inside ``own``.
+    They hold one stream while the other waits.
+
+    If batches come from a DataLoader, the script draws from its own stream, except inside ``common``
+    (``part`` begins this). If it draws its batches itself, it draws from the common stream, except inside
+    ``own``.
     """
 
     def __init__(self, torch: Any, rank: int) -> None:
         self.torch, self.rank = torch, rank
-        self._waiting: dict[int, Any] = {}  # by generator, the state of the stream that nobody draws from
+        self._waiting: dict[int, Any] = {}  # by generator, the state of the inactive stream
         self._in_own = False
 
     def part(self) -> None:
-        """From here on the script draws from the rank's own stream."""
+        """From now on the script draws from the rank's own stream."""
         if not self._in_own:
             self._swap(to_own=True)
 
     @contextmanager
     def common(self) -> Iterator[None]:
-        """What is drawn in here is drawn by every rank alike."""
+        """Draw from the common stream, equally on every rank."""
         with self._held(own=False):
             yield
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """What is drawn in here is this rank's."""
+        """Draw from this rank's own stream."""
         with self._held(own=True):
             yield
 
@@ -63,7 +67,7 @@ class Streams:
             elif to_own:
                 generator.manual_seed(offset(generator.initial_seed(), self.rank))
             else:
-                continue  # of a device that is in use only since the last swap
+                continue  # a device first used since the last swap
             self._waiting[at] = now
         self._in_own = to_own
 
@@ -73,8 +77,11 @@ class Streams:
 
 
 class HostStreams:
-    """The generators of ``random`` and numpy while samples are fetched in this process: each rank's own, and put back, so that what the script itself decides
-    by them stays the same on every rank. A data set that draws nothing in its first fetches is not asked again."""
+    """Per-rank states of ``random`` and numpy while this process fetches samples.
+
+    They are swapped out afterwards, so that the script's own random decisions stay the same on every rank. If
+    a data set draws nothing in its first fetches, it is not checked again.
+    """
 
     FETCHES = 8
 
@@ -125,7 +132,7 @@ def _set_state(state: tuple[Any, Any]) -> None:
 
 
 def _seeded(state: tuple[Any, Any], rank: int) -> tuple[Any, Any]:
-    """The state of both generators, seeded from the common one for this rank. Moves the generators."""
+    """The state of both generators, seeded for this rank from the common state. Changes the generators."""
     seed = offset(hash(state[0][1][:8]), rank)
     random.seed(seed)
     if state[1] is not None:

@@ -1,14 +1,17 @@
-"""How one bucket of numbers becomes the mean over all ranks: as it is, or in fewer bytes.
+"""Turn one bucket of numbers into the mean over all ranks, uncompressed or in fewer bytes.
 
-A wire sends in phases, because some ways need more than one collective. ``send`` is a generator: it starts a collective with ``start(tensor)``, yields
-what is to be waited for, and returns the mean. Whoever drives it (convoy.py) advances all buckets in one order, which must be the same on every rank.
+A wire sends in phases, because some methods need more than one collective. ``send`` is a generator: it starts
+a collective with ``start(tensor)``, yields the handle to wait for, and returns the mean. The caller
+(convoy.py) advances all buckets in one order, which must be the same on every rank.
 
-    plain       float32 as it is
-    bf16        half the bytes; the exponent of float32, three digits. Divided by the ranks before the cast, so that the sum of all is no larger than the
-                largest of them; summed in bfloat16 by the backend (NCCL since 2.10; gloo, tried with torch 2.14), one rounding a rank
-    fp16        half the bytes; four digits, from 6e-8 to 65,504. Gradients are neither that large nor that small, so each bucket has a scale, a power of
-                two that every rank takes from the mean of the pass before: no further collective. A bucket that overflows all the same, or sinks (every
-                rank sees it in the sum), is sent again as it is
+    plain       float32, uncompressed
+    bf16        half the bytes; the exponent of float32, three digits. Divided by the number of ranks before
+                the cast, so that the sum is no larger than the largest number; summed in bfloat16 by the
+                backend (NCCL since 2.10; gloo, tested with torch 2.14), one rounding per rank
+    fp16        half the bytes; four digits, from 6e-8 to 65,504. Gradients use neither extreme, so each
+                bucket has a scale: a power of two that every rank derives from the mean of the previous pass,
+                without a further collective. If a bucket still overflows or underflows (every rank sees it in
+                the sum), it is sent again uncompressed
     powersgd    see powersgd.py
 """
 
@@ -21,21 +24,27 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Sending = Generator[Any, None, Any]
-Start = Callable[[Any], Any]  # a tensor, summed in place over the ranks: what to wait for
+Start = Callable[[Any], Any]  # sums a tensor in place over the ranks; returns the handle to wait for
 
-ROOM = 2.0**9  # where the largest number of a bucket is put: 128 times as much fits into float16, and 2**-33 of it is still seen
-LEAST = 1.0  # where the largest number has to be for the others to be seen
+ROOM = 2.0**9  # target for a bucket's largest number: float16 holds 128 times as much, and 2**-33 of it
+LEAST = 1.0  # minimum of the largest number, to keep the others representable
 LARGEST_SCALE = 2.0**100
 
 
 class Wire(Protocol):
-    """``lossy``: what passes it comes back rounded, so that nothing may pass it twice. ``remembers``: what it sends depends on what it has sent."""
+    """``lossy``: the result is rounded, so nothing may pass twice.
+
+    ``remembers``: its output depends on earlier passes.
+    """
 
     lossy: bool
     remembers: bool
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
-        """``flat`` is this rank's, laid out as the parameters are, and may be overwritten. Every rank sends the same parameters in the same order."""
+        """``flat``: this rank's numbers in the layout of the parameters; may be overwritten.
+
+        Every rank sends the same parameters in the same order.
+        """
 
 
 class Plain:
@@ -50,7 +59,7 @@ class Plain:
 
 
 class Brain:
-    """bfloat16."""
+    """bfloat16 codec."""
 
     lossy, remembers = True, False
 
@@ -66,7 +75,10 @@ class Brain:
 
 
 class Half:
-    """float16. ``scales`` by the first parameter of a bucket; a bucket without one is sent as it is, to learn how large its numbers are."""
+    """float16 codec. ``scales``: by the first parameter of a bucket.
+
+    A bucket without a scale is sent uncompressed, to learn the size of its numbers.
+    """
 
     lossy = remembers = True
 
@@ -97,13 +109,13 @@ class Half:
 
 
 def wide(torch: Any, flat: Any) -> bool:
-    """Whether there is anything to save."""
+    """Whether compression saves anything."""
     return flat.dtype in (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A kind of wire by its name, and how one is made for so many ranks. Two of one name are the same."""
+    """A kind of wire by name, and its factory for a number of ranks. Equal names are equal."""
 
     name: str
     make: Callable[[Any, int], Wire]
@@ -121,12 +133,15 @@ BF16, FP16 = Way("bf16", Brain), Way("fp16", Half)
 
 @dataclass(frozen=True)
 class Terms:
-    """How gradients travel: what every rank must do alike. ``bucket_bytes``: None for one bucket of each dtype."""
+    """The transport of gradients, equal on every rank.
+
+    ``bucket_bytes``: None for one bucket of each dtype.
+    """
 
     way: Way = PLAIN
-    bucket_bytes: int | None = 25 * 2**20  # what torch's own DistributedDataParallel takes
+    bucket_bytes: int | None = 25 * 2**20  # the default of torch's DistributedDataParallel
 
     @property
     def word(self) -> float:
-        """A number that float32 holds exactly, and that others do not share: ranks tell each other what they want by it."""
+        """A distinct number that float32 holds exactly: ranks exchange it to compare their terms."""
         return float(1 + (zlib.crc32(f"{self.way.name} {self.bucket_bytes}".encode()) & 0x7FFFFF))

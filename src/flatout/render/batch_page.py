@@ -1,4 +1,4 @@
-"""Throughput and memory against batch size, and the gradient noise scale: as a table, in sentences and as one page."""
+"""Render throughput and memory by batch size, and the gradient noise scale: table, sentences and page."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from flatout.render import wording
 from flatout.render.batch_pictures import memory_plot, speed_plot
 from flatout.render.page import environment
 
-COLUMNS = ("batch size", "a step", "samples/s", "speed", "own batch kept", "peak", "")
-LEAST = 0.001  # of a batch: as good as none
-LITTLE = 1.05  # as fast; less is not called faster
+COLUMNS = ("batch size", "a step", "samples/s", "speed", "same effective batch", "peak", "")
+LEAST = 0.001  # a noise scale below this share of a batch counts as none
+LITTLE = 1.05  # smaller speed-ups are not called faster
 
 
 def headline(record: BatchRecord) -> str:
     best, own = record.point(record.best), record.own
     if best is None or own is None:
-        return "No curve of batch sizes"
+        return "No batch sizes measured"
     if best.size == own or best.speed is None or best.speed.low <= 1.0 or best.speed.median < LITTLE:
-        return f"{own} samples a batch, as it is"
+        return f"{own} samples a batch, unchanged"
     return f"{best.size} samples a batch: {wording.times(best.speed.median)[:-1]} times the samples/s of {own}"
 
 
 def sentences(record: BatchRecord) -> list[str]:
-    """What was found, each a sentence: speed, the knee, the effective batch kept, what memory is, noise, then notes."""
-    found = [f"the batch size cannot be changed from outside: {record.why_no_curve}"] if record.why_no_curve else _of_the_curve(record)
+    """Return the results as sentences: speed, knee, same effective batch, memory, noise, notes."""
+    found = [f"flatout cannot change the batch size: {record.why_no_curve}"] if record.why_no_curve else _of_the_curve(record)
     return [wording.sentence(each) for each in [*found, noise_sentence(record.noise, record.own), *(f"note: {note}" for note in record.notes[:20])]]
 
 
@@ -35,36 +35,36 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
     if best is None or own is None or best.speed is None:
         smallest = min((point for point in record.points if point.peak_bytes), key=lambda point: point.size, default=None)
         if smallest is None or smallest.fits or record.limit_bytes is None:
-            return ["no size was measured to the end"]
-        return [f"no size fits into {wording.size(record.limit_bytes)} ({record.limit}): already {smallest.size} samples a batch take "
-                f"{wording.size(smallest.peak_bytes)}. `flatout memory` says what fills them"]
-    fastest = "fastest of those that fit" if not best.speed.low <= 1.0 <= best.speed.high or best is own else "first of those that fit, by less than noise"
+            return ["no batch size was measured completely"]
+        return [f"no batch size fits into {wording.size(record.limit_bytes)} ({record.limit}): even {smallest.size} samples a batch take "
+                f"{wording.size(smallest.peak_bytes)}. `flatout memory` shows what uses them"]
+    fastest = "fastest size that fits" if not best.speed.low <= 1.0 <= best.speed.high or best is own else "fastest size that fits, by a margin within noise"
     against = f": {_ratio(best.speed)} the samples/s of the program's own {own.size}" if best is not own else ""
     found = [f"{best.size} samples a batch are the {fastest}{against}"]
     tried = [point.size for point in record.points if point.speed is not None and point.fits]
     if record.enough is not None and len(tried) > 1:
         low, high = record.enough_low or record.enough, record.enough_high or record.enough
-        between = f"95 %: {low} to {high}" if low != high else "in all that was measured"
-        found.append(f"from {record.knee} samples a batch on more brings less than 5 % ({between})" if record.knee else
-                     f"{max(tried)} samples a batch, the largest size that was measured and fits, still bring more than the size before ({between})")
+        between = f"95 %: {low} to {high}" if low != high else "in all measurements"
+        found.append(f"above {record.knee} samples a batch, a larger size gives less than 5 % more samples/s ({between})" if record.knee else
+                     f"{max(tried)} samples a batch, the largest measured size that fits, still give at least 5 % more than the size before ({between})")
     if kept is not None and kept is not own and kept.kept_speed is not None and record.effective:
         parts = f"{wording.figure(kept.kept_micro_batches)} micro-batches of {kept.size}"
         better = kept.kept_speed.low > 1.0 and kept.kept_speed.median >= LITTLE
-        found.append(f"with its effective batch of {record.effective} kept, {parts} would have {_ratio(kept.kept_speed)} its samples/s: computed from the "
+        found.append(f"at the same effective batch of {record.effective}, {parts} would give {_ratio(kept.kept_speed)} the samples/s: computed from the "
                      f"phases of a step at {kept.size}, not measured" if better else
-                     f"with its effective batch of {record.effective} kept, no micro-batch is clearly faster than {own.size} (computed from measured phases)")
+                     f"at the same effective batch of {record.effective}, no micro-batch is clearly faster than {own.size} (computed from measured phases)")
     elif any(point.kept_speed is not None for point in record.points if point is not own):
-        found.append(f"with its effective batch of {record.effective} kept, {own.size} a batch stays the fastest (smaller ones computed from measured phases)")
+        found.append(f"at the same effective batch of {record.effective}, {own.size} a batch is still the fastest (smaller sizes computed from measured phases)")
     found += _left_out(record)
     if record.again is not None:
-        found.append(f"the own size against itself in other processes: {_ratio(record.again)}, so differences within that are noise")
-    what = "the most that the allocator held" if record.device == "cuda" else "all tensors of one step, without Python, libraries and loader workers"
-    found.append(f"peak is {what}; the limit is {wording.size(record.limit_bytes)} ({record.limit}), a tenth of it kept free")
+        found.append(f"the own size measured again in other processes: {_ratio(record.again)}; differences within that are noise")
+    what = "the allocator's maximum" if record.device == "cuda" else "the size of all tensors of one step, without Python, libraries and loader workers"
+    found.append(f"peak is {what}; the limit is {wording.size(record.limit_bytes)} ({record.limit}), of which a tenth is kept free")
     return found
 
 
 def _left_out(record: BatchRecord) -> list[str]:
-    """Sizes that were not measured, those of one reason together."""
+    """Return the sizes that were not measured, grouped by reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for point in record.points:
         if point.why:
@@ -73,7 +73,7 @@ def _left_out(record: BatchRecord) -> list[str]:
 
 
 def noise_sentence(noise: NoiseSeen, own: int | None) -> str:
-    """How large a batch still helps learning."""
+    """Return a sentence on how large a batch still helps learning."""
     if noise.why_not:
         return f"the gradient noise scale was not measured: {noise.why_not}"
     if noise.low is None:
@@ -81,18 +81,18 @@ def noise_sentence(noise: NoiseSeen, own: int | None) -> str:
     unit = "samples" if noise.batch else "of the program's own batches"
     at = f"at step {noise.step:,}"
     if noise.high is not None and noise.high < (1 if noise.batch else LEAST):
-        return f"{at} the gradient has next to no noise: batches of another size would learn the same from each step"
+        return f"{at} the gradient has almost no noise: other batch sizes would learn the same per step"
     low, high = _samples(noise.low), _samples(noise.high)
     if noise.value is None or noise.high is None:
-        return (f"{at} the gradient is lost in its noise: the noise scale is above {low} {unit}, its upper end cannot be told from {noise.gradients} batches. "
-                "Larger batches still help learning there; it moves from step to step, and mostly grows during training (--at-step)")
+        return (f"{at} noise dominates the gradient: the noise scale is above {low} {unit}, and {noise.gradients} batches give no upper bound. "
+                "Larger batches still help learning there. The noise scale varies from step to step and mostly grows during training (--at-step)")
     scale = f"{at} the gradient noise scale is about {_samples(noise.value)} {unit} (95 %: {low} to {high}, {noise.gradients} batches)"
     size = own if noise.batch else 1
     if size is None:
         return scale
-    where = ("far below it, where twice the batch nearly halves the steps" if size < 0.25 * noise.low else
-             "above it, where twice the batch saves few steps" if size > noise.high else "near it, where twice the batch saves some of the steps, not half")
-    return f"{scale}: the program's own batch lies {where}. It moves from step to step, and mostly grows during training (--at-step)"
+    where = ("far below it, where doubling the batch nearly halves the steps" if size < 0.25 * noise.low else
+             "above it, where doubling the batch saves few steps" if size > noise.high else "near it, where doubling the batch saves some steps, but not half")
+    return f"{scale}: the program's own batch is {where}. The noise scale varies from step to step and mostly grows during training (--at-step)"
 
 
 def _samples(value: float | None) -> str:

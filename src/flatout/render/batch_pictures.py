@@ -1,6 +1,7 @@
-"""Two pictures over one scale of batch sizes: samples a second, and the peak of memory.
+"""Two charts by batch size: samples per second, and peak memory.
 
-A full dot was measured, with its interval as an upright line; a hollow one is computed: the program's own effective batch in micro-batches of that size.
+A full dot is measured, with its interval as a vertical line. A hollow dot is computed: the program's own
+effective batch in micro-batches of that size.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, element, p
 from flatout.render.wording import drawable, figure, milliseconds, size, times
 
 Plot = tuple[Markup, Markup, Markup]
-ROOM_ABOVE = 1.18  # for names
+ROOM_ABOVE = 1.18  # leaves space for labels
 MEMORY_HEIGHT = 180
-NEAR = 32  # times the largest or smallest size; a noise scale further away is only pointed at
-LINE = 16  # pixels from one name to the next
+NEAR = 32  # a noise scale more than this factor outside the sizes is only marked by an arrow
+LINE = 16  # pixels between labels
 
 
 def speed_plot(record: BatchRecord) -> Plot | None:
-    """Scale, plot and axis; None with fewer than two measured sizes."""
+    """Return the left axis, the plot and the axis below. None with fewer than two measured sizes."""
     drawn = [point for point in record.points if drawable(point.samples_per_s) and drawable(point.step_ms)]
     if len(drawn) < 2:
         return None
@@ -39,7 +40,7 @@ def speed_plot(record: BatchRecord) -> Plot | None:
     for point in drawn:
         shapes += _dot(point, x, y)
     shapes += _marks(record, x)
-    label = "Samples a second by batch size: " + ", ".join(f"{point.size} {figure(point.samples_per_s)}" for point in drawn)
+    label = "Samples per second by batch size: " + ", ".join(f"{point.size} {figure(point.samples_per_s)}" for point in drawn)
     return axis_beside(y, [(t, figure(t)) for t in levels], PLOT_HEIGHT), picture(label, PLOT_HEIGHT, shapes, "picture plot"), _axis(x, record)
 
 
@@ -57,12 +58,12 @@ def memory_plot(record: BatchRecord) -> Plot | None:
     if shown and limit is not None:
         shapes += [element("line", x1="0%", x2="100%", y1=percent(1 - y(limit)), y2=percent(1 - y(limit)), class_="axis"),
                    element("text", f"limit {size(limit)}", x="0%", dx=4, y=percent(1 - y(limit)), dy=-4, class_="label soft")]
-    label = "Peak of memory by batch size: " + ", ".join(f"{point.size} {size(value)}" for point, value in drawn)
+    label = "Peak memory by batch size: " + ", ".join(f"{point.size} {size(value)}" for point, value in drawn)
     return left, picture(label, MEMORY_HEIGHT, shapes, "picture plot"), _axis(x, record)
 
 
 def _sizes(record: BatchRecord) -> Scale:
-    """Over all sizes, those that did not fit and the noise scale among them where it is near."""
+    """Return the scale over all sizes, including those that did not fit, and a noise scale close to them."""
     every = [float(point.size) for point in record.points]
     noise = _noise_in_samples(record)
     near = [value for value in noise if value is not None and min(every) / NEAR <= value <= NEAR * max(every)]
@@ -88,7 +89,7 @@ def _noise(record: BatchRecord, x: Scale) -> Iterator[Markup]:
 
 
 def _marks(record: BatchRecord, x: Scale) -> Iterator[Markup]:
-    """Names on the upper edge, each at a height of its own so that none lies on another."""
+    """Yield labels at the upper edge, at different heights so that they do not overlap."""
     value, low, _ = _noise_in_samples(record)
     places: list[tuple[float, str]] = [(float(at), name) for at, name in ((record.own, "own"), (record.knee, "enough"), (record.best, "fastest")) if at]
     if low is not None:
@@ -107,7 +108,7 @@ def _dot(point: BatchPoint, x: Scale, y: Scale) -> Iterator[Markup]:
     if speed is not None and speed.median > 0:
         low, high = (y(value * each / speed.median) for each in (speed.low, speed.high))
         yield element("line", x1=place, x2=place, y1=percent(1 - low), y2=percent(1 - high), class_="axis")
-    said = f", {times(speed.median)} the own size's" if speed is not None else ""
+    said = f", {times(speed.median)} the own size" if speed is not None else ""
     yield element("circle", title(f"{point.size} a batch: {figure(value)} samples/s, {milliseconds(point.step_ms)} a step{said}"), cx=place,
                   cy=percent(1 - y(value)), r=5, class_="dot dot-compute" if point.fits else "dot")
 

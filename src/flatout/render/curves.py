@@ -1,7 +1,7 @@
-"""Loss curves, thinned for drawing, and what can be said of them in words.
+"""Loss curves thinned for plots, and remarks about them.
 
-Both sides are thinned at the same places in the same way (the mean of each run of neighbours), so that two equal curves stay
-equal. A value that is not finite makes a gap, and is counted.
+Both sides are thinned at the same positions by averaging runs of adjacent values, so equal curves stay equal.
+A value that is not finite makes a gap and is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ Curve = list[float | None]
 
 @dataclass(frozen=True)
 class LossCurves:
-    """``at`` is the position of each point; ``low`` and ``high`` bound the plain curves of all seeds; ``every`` losses make one point."""
+    """Thinned curves of the plain and the tuned losses.
+
+    ``at`` is the position of each point. ``low`` and ``high`` bound the plain curves of all seeds.
+    ``every`` losses make one point.
+    """
 
     at: list[float]
     plain: Curve
@@ -37,7 +41,7 @@ class LossCurves:
 
 
 def loss_curves(plain_losses: Sequence[Sequence[float]], tuned_losses: Sequence[Sequence[float]]) -> LossCurves | None:
-    """One curve a seed. None where there is nothing to draw."""
+    """Return the thinned curves of one curve per seed, or None without finite values."""
     plain = [[drawable(v) for v in curve] for curve in plain_losses if curve]
     tuned = [[drawable(v) for v in curve] for curve in tuned_losses if curve]
     total = max((len(curve) for curve in plain[:1] + tuned[:1]), default=0)
@@ -70,7 +74,7 @@ def _padded(curves: Sequence[Curve], points: int) -> Curve:
 
 
 def remarks(guard: GuardRecord, curves: LossCurves) -> list[str]:
-    """What a reader should know before trusting the picture."""
+    """Return caveats about the chart."""
     said = []
     if curves.every > 1:
         said.append(f"Each point is the mean of {count(curves.every)} losses; {count(curves.total)} were compared.")
@@ -80,11 +84,11 @@ def remarks(guard: GuardRecord, curves: LossCurves) -> list[str]:
         said.append("The two lines coincide everywhere." if apart == 0 else f"The two lines are at most {figure(apart, 2)} apart.")
     widths = [high - low for low, high in zip(curves.low, curves.high, strict=True) if low is not None and high is not None]
     if widths:
-        said.append(f"The band of the {curves.seeds} seeds is {figure(sorted(widths)[len(widths) // 2], 2)} wide (median).")
+        said.append(f"The band of the {curves.seeds} seeds has a median width of {figure(sorted(widths)[len(widths) // 2], 2)}.")
     for name, losses in (("plain", guard.plain_losses), ("tuned", guard.tuned_losses)):
         if losses and (lost := sum(drawable(v) is None for v in losses[0])):
             first = next(i for i, v in enumerate(losses[0], 1) if drawable(v) is None)
-            said.append(f"{count(lost)} of the {name} losses cannot be drawn (not finite), the first at position {count(first)}.")
+            said.append(f"{count(lost)} of the {name} losses are not finite and not shown; the first is at position {count(first)}.")
         elif not losses:
             said.append(f"There is no {name} curve.")
     return said

@@ -1,4 +1,4 @@
-"""What `flatout doctor` found, for a terminal: what is wrong with the command that mends it, then what is worth knowing, then what is fine."""
+"""Terminal output of `flatout doctor`: problems with the commands that fix them, notes, passed checks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flatout.plan.ceilings import CeilingsRecord
 from flatout.plan.sight import Check, Verdict
 from flatout.render.wording import NOTHING, figure, one_line, several
 
-BUSY_CORES = 0.5  # from here on the figures say more about the others than about the machine
+BUSY_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {Verdict.PROBLEM: "bold red", Verdict.WARNING: "bold yellow", Verdict.NOTE: "bold", Verdict.UNSEEN: "dim", Verdict.OK: "green"}
 
 
 def doctor_page(checks: Sequence[Check]) -> RenderableType:
-    """Problems and warnings in full, notes with their command, the rest a line a theme."""
+    """Return problems and warnings in full, notes with their command, and one line per theme for the rest."""
     by_verdict = {verdict: [check for check in checks if check.verdict == verdict] for verdict in Verdict}
     parts: list[RenderableType] = [_headline(by_verdict), ""]
     for verdict in (Verdict.PROBLEM, Verdict.WARNING):
@@ -53,7 +53,7 @@ def _in_full(check: Check, style: str) -> Iterable[RenderableType]:
 
 
 def _command(mend: str, indent: int) -> RenderableType:
-    # Never broken by us: a terminal wraps it by itself, and it still copies as one line.
+    # No line breaks here: the terminal wraps by itself, and the command still copies as one line.
     return Text(" " * indent + one_line(mend, 2000), style="bold cyan", no_wrap=True, overflow="ignore")
 
 
@@ -76,7 +76,7 @@ def _by_theme(checks: Sequence[Check]) -> RenderableType:
 
 
 def ceilings_table(record: CeilingsRecord) -> RenderableType:
-    """The figures with their quartiles; those that could not be had say why."""
+    """Return the measured ceilings with quartiles, and the reason for each missing one."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in ("figure", "device", "best", "quartiles", "n", "how"):
         table.add_column(justify="right" if name in ("best", "quartiles", "n") else "left", overflow="fold")
@@ -88,9 +88,9 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
         table.add_row(Text(_title(each.name)), Text(each.device), Text(f"{figure(values[0])} {unit}" if values[0] is not None else "not run"),
                       Text(spread.replace(NOTHING, "-")), Text(str(each.n) if each.n else "-"), Text(one_line(each.note.removeprefix("not run: ")),
                                                                                                      style="dim"))
-    busy = "" if record.busy_cores is None else f"; other programs kept {figure(record.busy_cores)} cores busy just before"
+    busy = "" if record.busy_cores is None else f"; other processes used {figure(record.busy_cores)} cores just before"
     if (record.busy_cores or 0.0) > BUSY_CORES:
-        busy += ", so the machine can do more than this: measure again when it is idle"
+        busy += ", so the real ceilings are higher: measure again when the machine is idle"
     return Group(Text("ceilings", style="bold"), Padding(table, (0, 0, 0, 2)), Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"))
 
 

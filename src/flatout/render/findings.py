@@ -1,4 +1,4 @@
-"""Findings for a terminal, for a program (JSON), for GitHub's annotations and as SARIF 2.1.0."""
+"""Format findings for a terminal, as JSON, as GitHub annotations and as SARIF 2.1.0."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ STYLES = {Severity.WRONG.value: "bold red", Severity.TIME.value: "bold yellow", 
 LEVELS = {Severity.WRONG.value: "error", Severity.TIME.value: "warning", Severity.MEMORY.value: "warning", Severity.FRAGILE.value: "note"}
 GITHUB = {"error": "error", "warning": "warning", "note": "notice"}
 SARIF = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
-WIDEST = 160  # of a source line; longer ones are cut around the caret
+WIDEST = 160  # longer source lines are cut around the caret
 
 
 def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> RenderableType:
-    """Groups by severity, worst first: place, source line with a caret, the sentence, the mend; a rule's title stands once."""
+    """Return the findings grouped by severity, worst first, under one title per rule.
+
+    Each shows its place, the source line with a caret, the message and the fix.
+    """
     parts: list[RenderableType] = []
     for severity, members in groupby(findings, key=lambda finding: finding.severity):
         parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
@@ -48,14 +51,17 @@ def _one(finding: Finding) -> Iterator[Text]:
     if finding.others:
         yield Text("see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim")
     for number, line in enumerate(legible(finding.mend, 2000).splitlines()):
-        yield Text(("mend: " if number == 0 else "      ") + line, style="green")
+        yield Text(("fix: " if number == 0 else "     ") + line, style="green")
     if finding.levers:
-        yield Text(f"without an edit: `flatout tune`, which tries {', '.join(finding.levers)}", style="dim")
+        yield Text(f"without editing: `flatout tune` tries {', '.join(finding.levers)}", style="dim")
     yield Text("")
 
 
 def _with_caret(place: Place) -> tuple[str, int]:
-    """The line as shown, and where the caret stands in it; -1 for none. ``text`` is stripped, ``column`` counts in the whole line."""
+    """Return the line as shown and the caret's index in it, or -1.
+
+    ``place.text`` is stripped; ``place.column`` counts in the whole line.
+    """
     text = legible(place.text, 10_000).replace("\t", " ")
     caret = place.column - 1 - place.indent if place.column else -1
     if len(text) > WIDEST:
@@ -65,12 +71,12 @@ def _with_caret(place: Place) -> tuple[str, int]:
 
 
 def summary(findings: Sequence[Finding], files: int) -> RenderableType:
-    """The last line: how many of which kind."""
-    read = f"{files} {'file' if files == 1 else 'files'} read"
+    """Return the last line: the number of findings of each severity."""
+    read = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
-        return Text(f"nothing found, {read}.")
+        return Text(f"No findings {read}.")
     counts = [f"{len(list(members))} {severity}" for severity, members in groupby(findings, key=lambda finding: finding.severity)]
-    return Text(f"{len(findings)} found ({', '.join(counts)}), {read}. `# flatout: ignore CODE` on a line hides a rule there.")
+    return Text(f"Found {len(findings)} ({', '.join(counts)}) {read}. To ignore a rule on a line, add `# flatout: ignore CODE`.")
 
 
 def json_text(findings: Sequence[Finding], files: Sequence[str], unread: Sequence[str]) -> str:
@@ -78,7 +84,7 @@ def json_text(findings: Sequence[Finding], files: Sequence[str], unread: Sequenc
 
 
 def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
-    """Workflow commands, one a finding: GitHub draws them beside the line."""
+    """Yield one GitHub workflow command per finding. GitHub shows it next to the line."""
     for finding in findings:
         options = {"title": f"{finding.rule} {finding.name}"}
         if finding.place is not None:
@@ -94,7 +100,7 @@ def _escaped(text: str) -> str:
 
 
 def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str, str, str, str]]) -> str:
-    """SARIF 2.1.0. ``rules`` are (code, name, title, what, mend, severity)."""
+    """Return a SARIF 2.1.0 log. ``rules`` are (code, name, title, description, fix, severity)."""
     order = [code for code, *_ in rules]
     driver = {
         "name": "flatout",

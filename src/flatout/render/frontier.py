@@ -1,4 +1,4 @@
-"""Time against memory as a picture: each measured plan a dot, the limit an upright line, what was taken a full diamond."""
+"""Chart of time against memory: a dot per measured plan, a line for the limit, a diamond for the choice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flatout.render.pictures import PLOT_HEIGHT
 from flatout.render.svg import Scale, axis_below, element, percent, picture, round_ticks, title
 from flatout.render.wording import drawable, interval, one_line, size, times
 
-ROOM = 0.08  # beside the outermost dots, of the span
+ROOM = 0.08  # margin around the outermost dots, as a share of the span
 
 
 def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | None:
-    """The scale of times, the plot, the scale of memory; None with fewer than two points."""
+    """Return the time axis, the plot and the memory axis. None with fewer than two points."""
     points = story.frontier(session)
     if len(points) < 2:
         return None
@@ -52,7 +52,10 @@ def _roomy(values: list[float]) -> Scale:
 
 
 def _dot(point: Point, number: int, x: Scale, y: Scale, unit: float) -> Iterator[Markup]:
-    """A full diamond for what was taken, a full dot for what fits, a hollow one for what does not; the number is its line in the table."""
+    """Yield a diamond for the chosen plan, a full dot for one that fits, a hollow dot for one that does not.
+
+    The number is the plan's row in the table.
+    """
     time, low, high = story.relative_time(point)
     across, down = percent(x((point.peak_bytes or 0) / unit)), percent(1 - y(time))
     if low is not None and high is not None:

@@ -1,4 +1,4 @@
-"""Learning-rate range tests as one page, as a table and in a sentence."""
+"""Render learning-rate range tests: page, table and summary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flatout.render.page import environment
 from flatout.render.pictures import PLOT_HEIGHT
 from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, decades, element, percent, picture, powers, round_ticks, stretched, title
 
-ROOM = 0.08  # above and below the curve, of its height
-MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "leaves for good"))
-LAST = 10  # one part in so many of a training is its end
+ROOM = 0.08  # margin above and below the curve, as a share of its height
+MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "diverges"))
+LAST = 10  # the final loss is the mean over the last 1/LAST of the steps
 COLOURS = 7
 
-Plot = tuple[Markup, Markup, Markup]  # the scale of losses, the plot, the scale below
+Plot = tuple[Markup, Markup, Markup]  # loss axis, plot, axis below
 
 
 def headline(record: LrRecord) -> str:
@@ -31,17 +31,17 @@ def headline(record: LrRecord) -> str:
     if not ends:
         return "A learning rate for each optimizer"
     best = min(ends)[1]
-    return f"After the same computing, {'the own optimizer' if best == OWN else wording.one_line(best, 60)} has the lowest loss"
+    return f"After the same compute time, {'your optimizer' if best == OWN else wording.one_line(best, 60)} has the lowest loss"
 
 
 def because(record: LrRecord) -> str:
     if len(record.tests) == 1:
         return wording.sentence(record.tests[0].why or record.message)
-    return wording.sentence("One program and one seed each: what lies near each other is not told apart" if record.trainings else record.message)
+    return wording.sentence("One run and one seed each: small differences are not significant" if record.trainings else record.message)
 
 
 def at_the_end(training: LrTraining) -> float | None:
-    """Mean loss over the last steps; None where it was not finite there."""
+    """Return the mean loss over the last steps, or None if any of them is not finite."""
     last = [point.loss for point in training.points[-max(1, len(training.points) // LAST):]]
     finite = [value for loss in last if (value := wording.drawable(loss)) is not None]
     return sum(finite) / len(finite) if finite and len(finite) == len(last) else None
@@ -59,19 +59,19 @@ def lr_html(record: LrRecord) -> str:
 
 
 def rows(test: LrRange) -> list[tuple[str, str]]:
-    """What a person may want to read beside the picture."""
+    """Return (name, text) rows shown below the chart."""
     found = [("suggested", f"{test.suggestion:.3g}")] if test.suggestion is not None else []
     found += [("the script's own", ", ".join(f"{lr:.3g}" for lr in test.groups[:6]))] if test.groups else []
-    places = (("falls fastest at", test.steepest), ("lowest at", test.lowest), ("leaves for good at", test.diverged))
+    places = (("falls fastest at", test.steepest), ("lowest at", test.lowest), ("diverges at", test.diverged))
     found += [(name, f"{value:.3g}") for name, value in places if value is not None]
     if test.points:
         first, last = test.points[0].lr, test.points[-1].lr
-        found.append(("range", f"{first:.2g} to {last:.2g} in {len(test.points)} steps, after {test.warmup_steps} plain ones"))
+        found.append(("range", f"{first:.2g} to {last:.2g} in {len(test.points)} steps, after {test.warmup_steps} normal ones"))
     return [*found, ("optimizer", wording.one_line(test.optimizer, 60))] if test.optimizer else found
 
 
 def training_rows(record: LrRecord) -> list[tuple[str, str, str, str, str]]:
-    """Name, learning rate, a step, steps, loss at the end."""
+    """Return rows of name, learning rate, step time, steps and final loss."""
     found = []
     for each in record.trainings:
         end = at_the_end(each)
@@ -82,7 +82,7 @@ def training_rows(record: LrRecord) -> list[tuple[str, str, str, str, str]]:
 
 
 def lr_table(record: LrRecord) -> Table:
-    """One test's figures, or one row for each test and each training."""
+    """Return the figures of a single test, or one row per test and training."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for test in record.tests:
         if len(record.tests) == 1:
@@ -97,7 +97,7 @@ def lr_table(record: LrRecord) -> Table:
 
 
 def lr_plot(test: LrRange) -> Plot | None:
-    """None without a curve. Dots are single batches, the line is smoothed."""
+    """Return the chart of a test, or None without a curve. Dots are single batches, the line is smoothed."""
     smooth = [(point.lr, value) for point in test.points if (value := wording.drawable(point.smooth)) is not None and point.lr > 0]
     if len(smooth) < 3:
         return None
@@ -116,7 +116,7 @@ def lr_plot(test: LrRange) -> Plot | None:
 
 
 def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | None:
-    """The smoothed loss over seconds of computing, one line each, and their names in the order of the colours."""
+    """Return smoothed losses over seconds of compute, one line per training, with names in colour order."""
     curves = []
     for each in trainings[:COLOURS]:
         seconds = (each.step_ms or 0.0) / 1000
@@ -125,13 +125,13 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
             curves.append((each.name, curve))
     if not curves:
         return None
-    # What diverges would press all others flat: the highest place is where the worst of the starts was.
+    # A diverging curve would flatten all others: the axis ends near the worst initial loss.
     ceiling = 1.5 * max(abs(curve[0][1]) for _, curve in curves) + min(curve[0][1] for _, curve in curves)
     y = _with_room([value for _, curve in curves for _, value in curve if value <= ceiling] or [curve[0][1] for _, curve in curves])
     x = Scale(0.0, max(curve[-1][0] for _, curve in curves))
     ticks = round_ticks(x.low, x.high)
     shapes = [*_grid(x, ticks, y), stretched([_curve(curve, x, y, f"series-{at}") for at, (_, curve) in enumerate(curves)])]
-    label = "Loss over seconds of computing: " + ", ".join(f"{wording.one_line(name, 40)} ends at {curve[-1][1]:.3g}" for name, curve in curves)
+    label = "Loss over seconds of compute: " + ", ".join(f"{wording.one_line(name, 40)} ends at {curve[-1][1]:.3g}" for name, curve in curves)
     plot = _levels(y), picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g} s") for t in ticks])
     return plot, [wording.one_line(name, 60) for name, _ in curves]
 
@@ -158,7 +158,7 @@ def _curve(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str)
 
 
 def _marks(test: LrRange, x: Scale) -> Iterator[Markup]:
-    """Upright lines, each named at another height so that no name lies on another."""
+    """Yield vertical lines with labels at different heights so that they do not overlap."""
     for at, (name, words) in enumerate(MARKS):
         value = getattr(test, name)
         if value is None or value <= 0:

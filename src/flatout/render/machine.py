@@ -1,6 +1,6 @@
-"""The machine, the software and the program of a session or a profile, as lines for a person.
+"""List the machine, the software and the program of a session or a profile as lines of text.
 
-What a session holds of them are free mappings: whatever the prober and the Scene wrote down is shown, known or not.
+The record holds them as free mappings. All entries are shown, known or not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flatout.render.wording import NOTHING, count, drawable, figure, one_line, s
 
 
 def device(session: SessionRecord | ProfileRecord) -> str:
-    """The machine in one line."""
+    """Return the machine in one line."""
     machine = session.machine
     gpus = machine.get("gpus") or ()
     names = [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus] if isinstance(gpus, (list, tuple)) else []
@@ -23,14 +23,14 @@ def device(session: SessionRecord | ProfileRecord) -> str:
     return ", ".join(part for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores] if part)
 
 
-# Shown by ``device``, shown elsewhere, or long and of no use to a reader.
+# Shown by ``device``, shown elsewhere on the page, or too long to be useful.
 _NOT_LISTED = {"cpu", "cores", "gpus", "memory bytes", "cpu flags", "how", "versions"}
 _KEY_NOT_LISTED = {"command", "machine", "versions", "python", "device"}
 MAX_FACTS = 60
 
 
 def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
-    """The machine, the software and the program, a line each."""
+    """Return (name, text) rows about the machine, the software and the program."""
     rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
     rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
     software = {**({"flatout": session.flatout} if session.flatout else {}), **session.versions}
@@ -48,7 +48,7 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(value: Any) -> str:
-    """A value of a free mapping for a person; what is empty, false or nothing says nothing."""
+    """Format a value of a free mapping. Empty values, False and None give ""."""
     if isinstance(value, Mapping):
         said = {key: _said(item) for key, item in list(value.items())[:24]}
         return ", ".join(f"{key} {text}" for key, text in said.items() if text)

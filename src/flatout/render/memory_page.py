@@ -1,4 +1,4 @@
-"""The memory of a step, foretold: a table, a page, and the picture of peaks against batch size."""
+"""Render the predicted memory of a step: table, page, and chart of peak memory by batch size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatout.render.profile_pictures import byte_levels, kind_class
 from flatout.render.svg import Scale, element, percent, picture, title
 
 MODULES_SHOWN = 8
-BAR = 0.56  # of the room that a bar has
+BAR = 0.56  # width of a bar, as a share of its slot
 COLOURS = {"held by the program": "kind-7", "temporary": "kind-6"}
 
 
@@ -32,7 +32,7 @@ def headline(record: MemoryForecast) -> str:
 
 
 def because(record: MemoryForecast) -> str:
-    """How good the prediction was, what fits, what would help."""
+    """Return the prediction error, the largest batch that fits, and advice."""
     said = [sentence for point in record.points if (sentence := verdict(point))]
     if record.limit_bytes is not None and record.largest is not None:
         limit = f"{wording.size(record.limit_bytes)} ({wording.one_line(record.limit_of, 60)})"
@@ -45,7 +45,7 @@ def verdict(point: MemoryPoint) -> str:
     size = f"with {wording.count(point.batch_size)} samples " if point.batch_size else ""
     if point.error is not None:
         missed = "right to 0.1 %" if abs(point.error) < 0.001 else f"{abs(point.error):.1%} too {'high' if point.error > 0 else 'low'}"
-        return f"Measured {size}it took {wording.size(point.measured_bytes)}: the prediction was {missed}."
+        return f"A real step {size}took {wording.size(point.measured_bytes)}: the prediction was {missed}."
     return wording.sentence(f"It could not be measured {size}({wording.one_line(point.measured_why_not, 200)})") if point.measured_why_not else ""
 
 
@@ -57,11 +57,11 @@ def kinds_in(record: MemoryForecast) -> list[str]:
     return [kind for kind in FORECAST_KINDS if any(point.kinds.get(kind, 0) > 0 for point in record.points)]
 
 
-# -- the terminal -----------------------------------------------------------------------------------------------------------
+# -- the terminal --------------------------------------------------------------------------------------------
 
 
 def memory_tables(record: MemoryForecast) -> RenderableType:
-    """A column for each batch size, a row for each kind."""
+    """Return the terminal output, with a column per batch size and a row per kind."""
     shown = [point for point in record.points if not point.why_not]
     kinds = kinds_in(record)
     columns = [cells_of(point, kinds) for point in shown]
@@ -96,13 +96,16 @@ def failures_of(record: MemoryForecast) -> list[str]:
 
 
 def modules_of(record: MemoryForecast) -> list[tuple[str, str]]:
-    """Of the script's own batch size, the largest first; those outside the model too."""
+    """Return the activations by module at the script's own batch size, largest first.
+
+    Memory outside the model is included.
+    """
     own = record.own_point()
     found = sorted(own.by_module.items(), key=lambda item: -item[1])[:MODULES_SHOWN] if own is not None else []
     return [(wording.one_line(name, 60), wording.size(size)) for name, size in found]
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def memory_html(record: MemoryForecast) -> str:
@@ -120,7 +123,7 @@ def memory_html(record: MemoryForecast) -> str:
 
 
 def memory_plot(record: MemoryForecast) -> tuple[Markup, Markup, Markup] | None:
-    """The scale of bytes, a stacked bar for each batch size, and their names; None where nothing was predicted."""
+    """Return the axis of bytes, a stacked bar per batch size, and the labels. None without predictions."""
     points = [point for point in record.points if wording.drawable(point.peak_bytes)]
     if not points:
         return None
@@ -147,7 +150,7 @@ def _named(point: MemoryPoint, record: MemoryForecast) -> str:
 
 
 def _bar(point: MemoryPoint, at: int, bars: int, y: Scale) -> Iterator[Markup]:
-    """Pieces from the bottom up, and a dash with a dot where the measured peak lies."""
+    """Yield the pieces of a bar bottom-up, and a line with a dot at the measured peak."""
     x, width = (at + 0.5 - BAR / 2) / bars, BAR / bars
     below: float = 0
     for kind in FORECAST_KINDS:

@@ -1,6 +1,7 @@
-"""What every page of ours has in common: no script, no request, one style sheet named by its digest, every value escaped.
+"""Shared jinja2 environment of all pages: no scripts, no requests, one inline style sheet, escaped values.
 
-A page can be mailed, printed and opened from disk. Its security policy forbids everything but the sheet that it carries.
+A page can be mailed, printed and opened from disk. Its content security policy allows only its own style
+sheet, identified by digest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flatout.render import wording
 
 @cache
 def environment(*sheets: str) -> Environment:
-    """Templates that carry these style sheets, in this order."""
+    """Return an environment whose pages include these style sheets, in this order."""
     made = Environment(loader=PackageLoader("flatout.render"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                        finalize=_clean)
     style = Markup("\n").join(Markup(made.get_template(sheet).render()) for sheet in sheets)
@@ -30,7 +31,10 @@ def environment(*sheets: str) -> Environment:
 
 
 def _clean(value: Any) -> Any:
-    """Every value on its way into the page. What is Markup was cleaned when it was made. Pages are passed on: whose home something lies in stays out."""
+    """Clean a value for the page. Markup was cleaned when it was built.
+
+    The home folder becomes ``~``, because pages are shared and must not reveal user names.
+    """
     if not isinstance(value, str):
         return value
     home = os.path.expanduser("~").rstrip("/")

@@ -1,7 +1,7 @@
-"""The three pictures of the report: where a step's time goes, what each lever brought, whether the losses agree.
+"""The three charts of the report: time of a step by phase, speed-up of each lever, and loss curves.
 
-Each is a pure function from figures to inline SVG. Colour never carries a meaning alone: phases keep their order and their
-names, a lever that was not kept is a hollow dot, the tuned curve is dashed.
+Each is a pure function from figures to inline SVG. Colour is never the only signal: phases keep their order
+and names, a lever that was not kept is a hollow dot, the tuned curve is dashed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flatout.render.story import Part
 from flatout.render.svg import UNITS, Scale, element, percent, picture, ratio_ticks, round_ticks, stretched, title
 from flatout.render.wording import count, figure, interval, milliseconds, times
 
-# The plot is at least this wide (pixels) on a phone, and on anything larger; a label that does not fit is left to the table.
+# Minimum width of the plot in pixels on a phone, and on larger screens. Labels that do not fit are left out.
 NARROW, WIDE = 320, 700
 LETTER = 7.2  # mean width of a letter of the labels
 
 
 def step_bars(plain: Sequence[Part], tuned: Sequence[Part]) -> Markup | None:
-    """One bar for the plain step and one for the tuned step, on one scale of milliseconds, in pieces of phases."""
+    """Return stacked bars of the plain and the tuned step by phase, on one scale of milliseconds."""
     sides = [(name, parts, sum(part.ms for part in parts)) for name, parts in (("plain", plain), ("tuned", tuned))]
     longest = max(total for _, _, total in sides)
     if longest <= 0:
@@ -38,7 +38,10 @@ def step_bars(plain: Sequence[Part], tuned: Sequence[Part]) -> Markup | None:
 
 
 def bar(name: str, parts: Sequence[Part], total: float, longest: float, top: int) -> Iterator[Markup]:
-    """One bar in pieces of phases, ``longest`` filling the width; ``total`` and ``longest`` in milliseconds, ``top`` in pixels."""
+    """Yield one stacked bar of phases. ``longest`` fills the width.
+
+    ``total`` and ``longest`` are in milliseconds, ``top`` is in pixels.
+    """
     yield element("text", element("tspan", name, class_="strong"), f"  {milliseconds(total)}", x=0, y=top + 13, class_="label")
     place = 0.0
     for part in parts:
@@ -59,7 +62,7 @@ def bar(name: str, parts: Sequence[Part], total: float, longest: float, top: int
 
 def forest_row(scale: Scale, name: str, ratio: float, low: float | None, high: float | None, kept: bool, floor: tuple[float, float] | None,
                total: bool = False) -> Markup:
-    """One lever: its interval as a line, its ratio as a dot (full if kept), over the noise floor and the line at 1."""
+    """Return a row of the forest plot: interval, ratio (full dot if kept), noise floor, line at 1."""
     shapes = _backdrop(scale, floor)
     inside = interval(low, high)
     said = f"{name}: {times(ratio)}" + (f", interval {inside}" if inside else "") + ("" if kept else ", not kept")
@@ -76,12 +79,12 @@ def forest_row(scale: Scale, name: str, ratio: float, low: float | None, high: f
 
 
 def _mark(place: float, shape: Markup) -> Markup:
-    """A shape drawn around (0, 0), set at ``place`` in the middle of its row however high the row is."""
+    """Place a shape drawn around (0, 0) at ``place``, vertically centred in its row."""
     return element("svg", shape, x=percent(place), y="50%", overflow="visible", width=1, height=1)
 
 
 def forest_axis(scale: Scale) -> Markup:
-    """The ratios under the rows."""
+    """Return the axis of ratios below the rows."""
     ticks = ratio_ticks(scale)
     shapes = [element("line", x1=percent(scale(t)), x2=percent(scale(t)), y1=0, y2=5, class_="axis") for t in ticks]
     shapes += [element("text", f"{t:g}x", x=percent(scale(t)), y=18, text_anchor="middle", class_="label soft") for t in ticks]
@@ -101,7 +104,7 @@ PLOT_HEIGHT = 300
 
 
 def loss_plot(curves: LossCurves) -> tuple[Markup, Markup, Markup]:
-    """The scale of the losses, the plot, and the scale of the positions, to be set left, right and below."""
+    """Return the loss axis (left), the plot and the position axis (below)."""
     low, high = min(curves.drawn), max(curves.drawn)
     margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.05 or 1.0
     y = Scale(low - margin, high + margin)
@@ -126,14 +129,14 @@ def _positions(curves: LossCurves, x: Scale) -> Markup:
 
 
 def _anchor(place: float) -> str:
-    """Labels at an edge grow inwards, where nothing cuts them off."""
+    """Anchor labels at an edge so that they grow inwards and are not cut off."""
     return "start" if place < 0.04 else "end" if place > 0.96 else "middle"
 
 
 def _line(curves: LossCurves, curve: Curve, x: Scale, y: Scale, kind: str) -> Iterator[Markup]:
     pieces = [" L".join(_point(x(at), y(v)) for at, v in run) for run in _runs(curves.at, curve)]
     if pieces:
-        # A piece of one point is a line of no length, which a round end makes a dot.
+        # A piece of one point becomes a line of almost no length, which the round line cap shows as a dot.
         path = " ".join(f"M{piece}" + ("" if " L" in piece else " h0.01") for piece in pieces)
         yield element("path", d=path, class_=f"curve {kind}")
 
@@ -147,7 +150,7 @@ def _band(curves: LossCurves, x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _runs(at: Sequence[float], curve: Curve) -> Iterator[list[tuple[float, float]]]:
-    """The stretches of a curve between its gaps."""
+    """Yield the runs of a curve between its gaps."""
     for there, group in groupby(zip(at, curve, strict=True), key=lambda point: point[1] is not None):
         if there:
             yield [(a, v) for a, v in group if v is not None]
@@ -158,7 +161,7 @@ def _point(x: float, y: float) -> str:
 
 
 def _tips(curves: LossCurves, x: Scale) -> Iterator[Markup]:
-    """Invisible columns that show the values under the pointer; at most 80, since more could not be told apart."""
+    """Yield invisible columns with the values as tooltips, at most 80."""
     stride = -(-len(curves.at) // 80)
     for i in range(0, len(curves.at), stride):
         there = x(curves.at[i])

@@ -1,7 +1,7 @@
-"""The pictures of a profile: the phases of a step, the operations under the roof, memory over a step, memory over the steps.
+"""Charts of a profile: phases of a step, roofline, memory over a step, memory over all steps.
 
-Pure functions from a record to inline SVG, like those of pictures.py. Colour never carries a meaning alone: every area and every dot is
-named beside it, or under the pointer.
+Pure functions from a record to inline SVG, as in pictures.py. Colour is never the only signal: every area and
+every dot has a label or a tooltip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_DOTS = 24
 
 
 def phase_bar(profile: ProfileRecord) -> Markup | None:
-    """The step as one bar, in pieces of phases by their share."""
+    """Return the step as one stacked bar of phases, by share."""
     phases = [(name, time) for name, time in profile.phases.items() if drawable(time.share) and time.share > 0]
     total = sum(time.share for _, time in phases)
     if not phases or total <= 0:
@@ -53,7 +53,7 @@ class WhatIfLine:
 
 
 def what_if_lines(what_ifs: Sequence[WhatIf]) -> tuple[list[WhatIfLine], Markup] | None:
-    """A row for each what-if that was measured, and the scale below; a full mark where the gain is certain."""
+    """Return a row per measured what-if, and the axis below. A full dot marks a certain gain."""
     drawn = [(w.name, w.ratio) for w in what_ifs if w.ratio is not None and _positive(w.ratio.median) and _positive(w.ratio.low) and _positive(w.ratio.high)]
     if not drawn:
         return None
@@ -64,9 +64,10 @@ def what_if_lines(what_ifs: Sequence[WhatIf]) -> tuple[list[WhatIfLine], Markup]
 
 
 def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Operation]] | None:
-    """The scale of speed, the plot, the scale of intensity, and the operations that are dots, the largest first.
+    """Return the axis of speed, the plot, the axis of intensity, and the operations shown, largest first.
 
-    Across: FLOPs a byte. Upwards: FLOPs a second that were reached. The roof is the measured bandwidth, then the measured peak of matrix products.
+    The horizontal axis is FLOPs per byte, the vertical axis achieved FLOP/s. The roof is the measured memory
+    bandwidth, then the measured peak of matrix products.
     """
     dots = sorted((o for o in profile.operations if _intensity(o) is not None and _speed(o) is not None), key=lambda o: -o.share)[:MOST_DOTS]
     bandwidth = drawable(profile.ceilings.get("memory_bytes_per_s"))
@@ -110,7 +111,7 @@ def _intensity(operation: Operation) -> float | None:
 
 
 def _speed(operation: Operation) -> float | None:
-    """FLOPs a second."""
+    """Return the achieved FLOP/s."""
     ms = drawable(operation.device_ms if operation.device_ms is not None else operation.host_ms)
     flops = drawable(operation.flops)
     return flops / ms * 1000 if flops and ms and ms > 0 and flops > 0 else None
@@ -134,7 +135,7 @@ def kind_class(kind: str) -> str:
 
 
 def memory_areas(memory: MemorySeen) -> tuple[Markup, Markup, Markup, list[str]] | None:
-    """The scale of bytes, the stacked areas over a step, the scale of milliseconds, and the kinds from the bottom up."""
+    """Return the axis of bytes, the stacked areas over a step, the time axis, and the kinds bottom-up."""
     line = [at for at in memory.timeline if drawable(at.ms) is not None]
     kinds = [kind for kind in MEMORY_KINDS if any(at.kinds.get(kind, 0) > 0 for at in line)]
     if len(line) < 2 or not kinds:
@@ -165,7 +166,7 @@ def byte_levels(y: Scale, height: int) -> tuple[Markup, list[Markup]]:
 
 
 def peak_bar(memory: MemorySeen) -> Markup | None:
-    """What fills the peak, as one bar."""
+    """Return the contents of the peak as one stacked bar."""
     parts = [(kind, amount) for kind, amount in memory.at_peak.items() if amount > 0]
     total = sum(amount for _, amount in parts)
     if total <= 0:
@@ -179,7 +180,7 @@ def peak_bar(memory: MemorySeen) -> Markup | None:
 
 
 def growth_line(leak: Leak) -> tuple[Markup, Markup] | None:
-    """The scale of bytes, and memory at the same point of each step."""
+    """Return the axis of bytes, and the chart of memory at the same point of each step."""
     series = [value for v in leak.series if (value := drawable(v)) is not None]
     if len(series) < 3:
         return None
@@ -203,7 +204,7 @@ def _positive(value: object) -> bool:
 
 
 def kinds_present(memory: MemorySeen) -> Iterator[tuple[str, str, str]]:
-    """Kind, its class, and how much of the peak it is; the largest first."""
+    """Yield each kind, its CSS class and its share of the peak, largest first."""
     total = sum(amount for amount in memory.at_peak.values() if amount > 0) or 1
     for kind, amount in sorted(memory.at_peak.items(), key=lambda part: -part[1]):
         if amount > 0:

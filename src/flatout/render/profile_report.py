@@ -1,4 +1,4 @@
-"""One profile as one page (page.py): findings first, then where they come from."""
+"""Render a profile as one page (page.py): findings first, then the data behind them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flatout.render import machine, profile_pictures, wording
 from flatout.render import profile_story as story
 from flatout.render.page import environment
 
-MAX_ROWS = 40  # of one table; the rest is in profile.json
+MAX_ROWS = 40  # per table; the rest is in profile.json
 MAX_OPERATIONS = 20
 LIMITS = ("compute", "memory", "launch", "unknown")
 KINDS = {Severity.WRONG.value: "wrong", Severity.TIME.value: "time", Severity.MEMORY.value: "memory", Severity.FRAGILE.value: "fragile"}
 
 
 def profile_html(profile: ProfileRecord) -> str:
-    """The whole page. Shows what there is: a profile that failed, or is still running, makes a shorter page."""
+    """Return the page. A profile that failed or is still running gives a shorter page."""
     return environment("report.css", "profile.css").get_template("profile.html.j2").render(**_context(profile))
 
 
@@ -97,9 +97,9 @@ def _crossing(crossing: Crossing, cwd: str) -> dict[str, str]:
     if crossing.pinned is not None:
         said.append("pinned" if crossing.pinned else "pageable")
     if crossing.non_blocking is not None:
-        said.append("not waited for" if crossing.non_blocking else "waited for")
+        said.append("non-blocking" if crossing.non_blocking else "blocking")
     return {
-        "place": story.place_of(crossing.place, cwd) or "not in a file of yours",
+        "place": story.place_of(crossing.place, cwd) or "outside your files",
         "text": wording.one_line(crossing.place.text, 160) if crossing.place else "",
         "kind": wording.one_line(", ".join(said), 80),
         "calls": wording.figure(crossing.calls),
@@ -112,7 +112,7 @@ def _loader(loader: LoaderSeen, cwd: str) -> dict[str, str]:
     asked = [f"batches of {wording.count(loader.batch_size)}" if loader.batch_size else "", wording.several(loader.workers, "worker"),
              "pinned" if loader.pin_memory else "", "kept between epochs" if loader.persistent_workers else ""]
     return {
-        "place": story.place_of(loader.place, cwd) or "not in a file of yours",
+        "place": story.place_of(loader.place, cwd) or "outside your files",
         "dataset": wording.one_line(loader.dataset, 80),
         "asked": ", ".join(part for part in asked if part),
         "made": wording.count(loader.made),
@@ -140,8 +140,8 @@ def _memory(memory: MemorySeen, cwd: str) -> dict[str, Any]:
 def _growth(leak: Leak, unit: str, cwd: str) -> dict[str, Any]:
     if leak.leaking:
         held = f", held by {leak.holder}" if leak.holder else ""
-        where = f", put there at {story.place_of(leak.place, cwd)}" if leak.place else ""
+        where = f", added at {story.place_of(leak.place, cwd)}" if leak.place else ""
         said = f"{wording.size(leak.bytes_a_step)} more after each {unit}{held}{where}"
     else:
-        said = f"No: the trend over {wording.several(leak.steps or len(leak.series), 'step')} is what chance makes"
+        said = f"No: the trend over {wording.several(leak.steps or len(leak.series), 'step')} is not significant"
     return {"leaking": leak.leaking, "said": wording.sentence(said), "line": profile_pictures.growth_line(leak)}

@@ -1,4 +1,4 @@
-"""What a profile has to tell, in words: one headline, why the step is as long as it is, and what was found."""
+"""Summary of a profile in sentences: the headline, the cause of the step time, and the findings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flatout.plan.profile import ProfileRecord, WhatIf
 from flatout.render.story import spelled
 from flatout.render.wording import drawable, figure, milliseconds, one_line, per_second, sentence, several, times
 
-BOUNDS = {"data": "it waits for data", "python": "Python is what limits it", "launch": "launching work is what limits it",
-          "copy": "copying to the device is what limits it", "memory": "the memory's bandwidth is what limits it", "compute": "arithmetic is what limits it",
-          "optimizer": "the optimizer is what limits it"}
+BOUNDS = {"data": "it waits for data", "python": "Python limits it", "launch": "launch overhead limits it",
+          "copy": "copies to the device limit it", "memory": "memory bandwidth limits it", "compute": "arithmetic limits it",
+          "optimizer": "the optimizer limits it"}
 
 
 def headline(profile: ProfileRecord) -> str:
@@ -24,35 +24,35 @@ def headline(profile: ProfileRecord) -> str:
 
 
 def deck(profile: ProfileRecord) -> str:
-    """The findings in one sentence."""
+    """Return the findings in one sentence."""
     if profile.status == "failed":
         return one_line(profile.message)
     if drawable(profile.step_ms) is None:
         return ""
     if not profile.findings:
-        return "Nothing was found that is worth changing by hand. `flatout tune` looks for what can be had without."
+        return "Nothing worth changing by hand. `flatout tune` looks for optimisations that need no code changes."
     best = max((f.predicted for f in profile.findings if f.predicted), key=lambda ratio: ratio.median, default=None)
     gain = f"; the largest could make a {profile.unit} up to {times(best.median)} as fast" if best else ""
     return f"{several(len(profile.findings), 'finding')}{gain}."
 
 
 def rows(profile: ProfileRecord) -> list[tuple[str, str]]:
-    """Name and figure of what was measured, as far as it was."""
+    """Return (name, text) rows of the measured figures."""
     found = [
         (f"{profile.unit}", milliseconds(profile.step_ms)), ("samples", per_second(profile.samples_per_s)),
-        ("measured", several(profile.steps, "step") + f" after {profile.warmup_steps} to warm up" if profile.steps else ""),
+        ("measured", several(profile.steps, "step") + f" after {profile.warmup_steps} of warm-up" if profile.steps else ""),
         ("first step", milliseconds(profile.first_step_ms)),
         ("of the peak FLOPs", "" if profile.mfu is None else f"{100 * profile.mfu:.1f} %"),
         ("operators a step", figure(profile.operators_a_step)),
         ("device idle", milliseconds(profile.idle_ms)),
-        ("collecting garbage", milliseconds(profile.gc_ms) if profile.gc_ms else ""),
-        ("listening costs", "" if profile.overhead is None else f"{times(profile.overhead.median)} the {profile.unit}"),
+        ("garbage collection", milliseconds(profile.gc_ms) if profile.gc_ms else ""),
+        ("profiling overhead", "" if profile.overhead is None else f"{times(profile.overhead.median)} the {profile.unit}"),
     ]
     return [(name, text) for name, text in found if text and text != "–"]
 
 
 def prediction(finding: Finding) -> str:
-    """``up to 1.80x (1.60-2.00) predicted, 1.72x measured``; nothing where nothing is known."""
+    """Return ``up to 1.80x (1.60-2.00) predicted, 1.72x measured``, or "" if both are missing."""
     said = []
     if finding.predicted is not None:
         said.append(f"up to {spelled(finding.predicted)} predicted")
@@ -70,7 +70,7 @@ def capital(text: str) -> str:
 
 
 def place_of(place: Place | None, cwd: str = "") -> str:
-    """Below the program's folder by its path from there."""
+    """Return the place as text. Paths inside the program's folder are shown relative to it."""
     if place is None:
         return ""
     return one_line(replace(place, file=place.file.removeprefix(cwd.rstrip("/") + "/")).sentence(), 300)

@@ -1,4 +1,4 @@
-"""A profile as rich renderables for a terminal of 80 columns or more: what limits the step first, then why, then what to do next."""
+"""Terminal output of a profile, for 80 columns or more: bottleneck, causes and next command."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OPERATIONS = 8
 CROSSINGS = 8
 MODULES = 5
 FINDINGS = 8
-WITHOUT = {"loader": "without the loader", "copies": "without copies", "optimizer": "without the optimizer", "syncs": "without waiting for values",
-           "logging": "without messages", "gc": "without garbage collection", "one thread fewer": "one thread fewer", "one thread more": "one thread more"}
+WITHOUT = {"loader": "without the loader", "copies": "without copies", "optimizer": "without the optimizer", "syncs": "without synchronisation",
+           "logging": "without logging", "gc": "without garbage collection", "one thread fewer": "one thread fewer", "one thread more": "one thread more"}
 OF_A_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 STYLES = {"wrong result": "bold red", "wasted time": "bold yellow", "wasted memory": "bold yellow", "fragile": "bold"}
 
 
 def profile_tables(profile: ProfileRecord) -> RenderableType:
-    """What `flatout profile` says when it is done."""
+    """Return the output of `flatout profile`."""
     lines: list[RenderableType] = [Text(headline(profile), style="bold")]
     lines.append(Text(_below(profile), style="dim"))
     for part in (_phases(profile), _what_ifs(profile), _operations(profile), _crossings(profile), _loaders(profile), _memory(profile), _findings(profile),
@@ -35,7 +35,7 @@ def profile_tables(profile: ProfileRecord) -> RenderableType:
 
 def headline(profile: ProfileRecord) -> str:
     if not profile.step_ms:
-        return "no quiet step was measured"
+        return "no step was measured"
     rate = f", {profile.samples_per_s:,.0f} samples/s" if profile.samples_per_s else ""
     step = f"{milliseconds(profile.step_ms)} a {profile.unit}{rate}"
     return f"{profile.bound}-bound: {step}. {profile.bound_why}" if profile.bound else step
@@ -44,14 +44,14 @@ def headline(profile: ProfileRecord) -> str:
 def next_step(profile: ProfileRecord) -> tuple[str, str]:
     command = shell([*on_device(profile.machine), *profile.command])
     if profile.leak is not None and profile.leak.leaking:
-        return "Memory grows with every step; look at it over more of them:", f"flatout profile --memory {command}"
-    return "Find the fastest plan for it; what was found here is tried first:", f"flatout tune {command}"
+        return "Memory grows with every step; profile it over more steps:", f"flatout profile --memory {command}"
+    return "Find the fastest plan; these findings are tried first:", f"flatout tune {command}"
 
 
 def _below(profile: ProfileRecord) -> str:
-    parts = [f"{profile.steps} quiet steps after {profile.warmup_steps} to warm up", profile.device]
+    parts = [f"{profile.steps} steps after {profile.warmup_steps} of warm-up", profile.device]
     if profile.overhead is not None:
-        parts.append(f"a step that was listened to took {profile.overhead.median:.2f}x as long, and is not in these times")
+        parts.append(f"profiled steps took {profile.overhead.median:.2f}x as long and are excluded from these times")
     return "; ".join(parts)
 
 
@@ -80,7 +80,7 @@ def _what_ifs(profile: ProfileRecord) -> RenderableType | None:
         else:
             step = f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else ""
             rows.append((name, Text(f"{what_if.ratio.sentence()} as fast{step}", style="green" if what_if.ratio.low > 1.03 else "", overflow="fold")))
-    return Group(Text("what if, switched on and off in the running program", style="dim"), pairs(rows)) if rows else None
+    return Group(Text("what-ifs, switched on and off in the running program", style="dim"), pairs(rows)) if rows else None
 
 
 def _operations(profile: ProfileRecord) -> RenderableType | None:
@@ -98,7 +98,7 @@ def _operations(profile: ProfileRecord) -> RenderableType | None:
         mean = f", {profile.operator_us:.0f} us each" if profile.operator_us else ""
         said.append(f"{profile.operators_a_step:.0f} operators a step{mean}")
     if profile.python_ms is not None:
-        said.append(f"{milliseconds(profile.python_ms)} of Python in no operator")
+        said.append(f"{milliseconds(profile.python_ms)} of Python outside operators")
     if profile.flops_a_step:
         said.append(f"{profile.flops_a_step / 1e9:.2f} GFLOP a step" + (f", {profile.mfu:.0%} of the measured peak" if profile.mfu else ""))
     if profile.idle_ms is not None:
@@ -115,12 +115,12 @@ def _operator(operation: Operation) -> str:
 def _crossings(profile: ProfileRecord) -> RenderableType | None:
     if not profile.crossings:
         return None
-    grid = table_of("crossing", "a step", "cost", "line")
+    grid = table_of("synchronisation", "a step", "cost", "line")
     for column in grid.columns[1:3]:
         column.justify = "right"
     for crossing in profile.crossings[:CROSSINGS]:
         grid.add_row(Text(_kind(crossing)), Text(f"{crossing.calls:.1f}"), Text(milliseconds(crossing.ms)), _place(crossing.place))
-    note = "" if profile.device != "cpu" else "On a CPU nothing waits for a device, so these cost little here; on a GPU each one stops the host."
+    note = "" if profile.device != "cpu" else "On a CPU these cost little, because nothing waits for a device. On a GPU each one stops the host."
     left = len(profile.crossings) - CROSSINGS
     more = f"{left} more in the record. " if left > 0 else ""
     return Group(grid, Text(more + note, style="dim")) if more or note else grid
@@ -138,7 +138,7 @@ def _loaders(profile: ProfileRecord) -> RenderableType | None:
         words = [f"{seen.workers} workers, {milliseconds(seen.wait_ms)} of waiting a step"]
         if seen.fetch_ms is not None:
             slow = f", most of it ({seen.slow_share:.0%}) in {_where(seen.slow_place)}" if seen.slow_place is not None and seen.slow_share else ""
-            words.append(f"a batch takes {milliseconds(seen.fetch_ms)} inside the data set{slow}")
+            words.append(f"a batch takes {milliseconds(seen.fetch_ms)} in the dataset{slow}")
         if seen.begun > 1 or seen.made > 1:
             words.append(f"made {seen.made}x, iterated over {seen.begun}x, {milliseconds(seen.start_ms)} until the first batch")
         rows.append((_where(seen.place) or seen.dataset, text("; ".join(words))))
@@ -163,14 +163,14 @@ def _peak(memory: MemorySeen) -> list[tuple[str, Text]]:
     if modules:
         rows.append(("activations", text(", ".join(f"{name} {size(most)}" for name, most in modules))))
     if memory.retries:
-        rows.append(("allocator", text(f"{memory.retries} times it had to give memory back and try again")))
+        rows.append(("allocator", text(f"released memory and retried {memory.retries} times")))
     return rows
 
 
 def _leak(leak: Leak) -> str:
     held = f", held by {leak.holder}" if leak.holder else ""
-    place = f", put there at {_where(leak.place)}" if leak.place is not None else ""
-    graph = "; an autograd graph hangs on it" if leak.graph else ""
+    place = f", added at {_where(leak.place)}" if leak.place is not None else ""
+    graph = "; it keeps an autograd graph alive" if leak.graph else ""
     return f"{size(leak.bytes_a_step)} a step over {leak.steps} steps (chance {leak.chance:.1g}){held}{place}{graph}"
 
 
@@ -195,7 +195,7 @@ def _others(profile: ProfileRecord) -> RenderableType | None:
     rows = []
     if profile.gc_calls:
         longest = milliseconds(profile.gc_longest_ms)
-        rows.append(("garbage", text(f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} of it; the longest {longest}")))
+        rows.append(("garbage", text(f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} in all; the longest {longest}")))
     if profile.compiled is not None:
         seen = profile.compiled
         made = f"{seen.graphs} graphs, {seen.recompiles} recompilations, {seen.breaks} graph breaks"
@@ -212,7 +212,7 @@ def _place(place: Place | None) -> Text:
 
 
 def _where(place: Place | None) -> str:
-    """The file's name alone: its folder is the program's own in most cases, and the record has it whole."""
+    """Return the file name with line and function. The record has the full path."""
     if place is None:
         return ""
     return f"{place.file.rsplit('/', 1)[-1]}:{place.line}" + (f" {place.function}" if place.function else "")

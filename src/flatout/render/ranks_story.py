@@ -1,4 +1,4 @@
-"""What a session has to tell of the ranks that its program ran as."""
+"""Summary of the ranks of a session."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flatout.render.wording import count, drawable, figure, interval, millisecon
 
 MOST_RANKS = 32  # shown; the rest is in session.json
 ROW = 62
-MORE_THAN_ALL = 1.1  # of so many times the speed of one process
+MORE_THAN_ALL = 1.1  # a share of ideal scaling above this is implausible
 
 
 def summary(session: SessionRecord) -> str:
-    """How much faster than one process, in a sentence; nothing where the program runs as one."""
+    """Return the speed-up over one process in a sentence, or "" for a program without ranks."""
     found = session.ranks
     if found is None:
         return ""
@@ -33,21 +33,21 @@ def summary(session: SessionRecord) -> str:
     if share is not None:
         said += f": {share:.0%} of {count(procs)} times its speed".replace("%", " %")
     if high is not None and high < 1:
-        return said + ". One process is faster here: leave the ranks away."
+        return said + ". One process is faster here: run without ranks."
     if share is not None and share > MORE_THAN_ALL:
-        return said + ". Ranks alone cannot bring that much: one process does not use this machine well, and `flatout tune` without ranks may find out why."
+        return said + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
     return said + "."
 
 
 def remarks(found: RanksRecord) -> list[str]:
-    """What travels, and who is waited for."""
+    """Return remarks on the communication and on slow ranks."""
     said = []
     if drawable(found.sent_bytes):
-        said.append(f"Each rank hands {size(found.sent_bytes)} of gradients to the exchange in a step.")
+        said.append(f"Each rank contributes {size(found.sent_bytes)} of gradients to the exchange in each step.")
     if found.imbalance:
         said.append(_as_sentence(found.imbalance))
     elif found.paces:
-        said.append("The ranks go evenly: none is waited for more than the others.")
+        said.append("The ranks are balanced: none is waited for more than the others.")
     if (found.ratio is not None or not found.paces) and found.why_not:
         said.append(_as_sentence(found.why_not))
     return said
@@ -59,7 +59,7 @@ def _as_sentence(text: str) -> str:
 
 
 def rows(found: RanksRecord) -> list[tuple[str, str, str, str, str]]:
-    """A line a rank: its name, the wait for data, what it computes, the exchange that it waits for, its samples."""
+    """Return a row per rank: name, wait for data, computation, exposed exchange, samples."""
     several_hosts = len({pace.host for pace in found.paces}) > 1
     return [(_name(pace, several_hosts), milliseconds(pace.data_ms), milliseconds(pace.compute_ms), milliseconds(pace.exchange_ms),
              figure(pace.samples) if drawable(pace.samples) else "") for pace in found.paces[:MOST_RANKS]]
@@ -70,7 +70,7 @@ def _name(pace: RankPace, several_hosts: bool) -> str:
 
 
 def rank_bars(found: RanksRecord) -> Markup | None:
-    """A step of each rank on one scale: waiting for data, computing, exchanging."""
+    """Return a stacked bar per rank on one scale: waiting for data, computing, exchanging."""
     paces = [pace for pace in found.paces[:MOST_RANKS] if total(pace) > 0]
     longest = max(map(total, paces), default=0.0)
     if longest <= 0:

@@ -1,6 +1,6 @@
-"""One session as one page that can be mailed, printed and opened from disk (page.py).
+"""Render a session as one self-contained page (page.py).
 
-Every value passes through jinja2's autoescape, or through ``svg.element`` which escapes likewise.
+Every value is escaped by jinja2's autoescape or by ``svg.element``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from flatout.render.frontier import frontier_plot
 from flatout.render.page import environment
 from flatout.render.svg import Scale, ratio_scale
 
-MAX_ROWS = 150  # of one table; the rest is in session.json
+MAX_ROWS = 150  # per table; the rest is in session.json
 
 EFFECTS = {
-    "exact": "Every bit of the results stays.",
-    "rounding": "The same maths, rounded otherwise in the same number format.",
-    "precision": "The same maths, multiplied or sent in half precision.",
-    "resampled": "The same distribution, other random draws.",
+    "exact": "The results stay the same, bit for bit.",
+    "rounding": "The same maths with different rounding, in the same number format.",
+    "precision": "The same maths, with products or communication in half precision.",
+    "resampled": "The same distribution, different random draws.",
     "changes_math": "Changes the maths.",
 }
-HOW = {"live": "switched live", "processes": "in turns", "fresh pairs": "fresh pairs"}
+HOW = {"live": "switched live", "processes": "interleaved processes", "fresh pairs": "fresh pairs"}
 
 
 def report_html(session: SessionRecord) -> str:
-    """The whole page. Shows what there is: a session that failed, or is still running, makes a shorter page."""
+    """Return the page. A session that failed or is still running gives a shorter page."""
     return environment("report.css").get_template("report.html.j2").render(**_context(session))
 
 
@@ -97,7 +97,7 @@ def _ranks(session: SessionRecord) -> dict[str, Any] | None:
 
 
 def _phase_rows(plain: Iterable[story.Part], tuned: Iterable[story.Part]) -> list[dict[str, str]]:
-    """A row a phase, all with as many decimals as the longest one needs. A phase that never took any time is left out."""
+    """Return one row per phase, with the same number of decimals. Phases that took no time are left out."""
     before, after = {p.phase: p for p in plain}, {p.phase: p for p in tuned}
     medians = [p.median_ms for p in (*before.values(), *after.values()) if p.median_ms is not None]
     decimals = wording.decimals(max(medians, default=0.0))
@@ -133,7 +133,7 @@ class ForestLine:
 
 
 def _forest(session: SessionRecord, ordered: list[LeverRecord]) -> dict[str, Any] | None:
-    """The measured levers and, last, all that were applied together; None where nothing can be drawn."""
+    """Return the forest plot of the measured levers, with the whole plan last. None without data."""
     shown = [lever for lever in ordered if _positive(lever.ratio)][:40]
     total = session.speedup if session.speedup and _positive(session.speedup.median) else None
     if not shown:

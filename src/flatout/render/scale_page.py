@@ -1,4 +1,4 @@
-"""Predictions for many devices as one page, as a table and in a sentence."""
+"""Render predictions for many devices: page, table and summary."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flatout.render.pictures import PLOT_HEIGHT
 from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, element, percent, picture, round_ticks, stretched, title
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
-COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "what bounds it")
-TICKS = 9  # numbers of devices that are written below the picture
+COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "bound by")
+TICKS = 9  # maximum number of ticks below the chart
 
 
 def strategies(record: ScaleRecord) -> list[str]:
@@ -27,10 +27,13 @@ def name_of(record: ScaleRecord, strategy: str) -> str:
 
 
 def headline(record: ScaleRecord) -> str:
-    """The most devices there are, and the strategy that does best there; the one that changes what is learned does not compete."""
+    """Return the most efficient strategy at the largest number of devices.
+
+    Local SGD is left out unless it is the only strategy, because it changes what is learned.
+    """
     there = [point for point in record.points if point.efficiency is not None and (point.strategy != "local" or len(strategies(record)) == 1)]
     if not there:
-        return "Nothing can be foretold"
+        return "No prediction is possible"
     most = max(point.devices for point in there)
     best = max((point for point in there if point.devices == most), key=lambda point: point.efficiency or 0.0)
     return f"{name_of(record, best.strategy)} on {wording.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
@@ -40,8 +43,8 @@ def because(record: ScaleRecord) -> str:
     timing = record.timing
     alone = f"one device needs {wording.milliseconds(timing.step_ms)} for a step" if timing else ""
     batch = f" of {wording.figure(timing.samples)} samples" if timing and timing.samples else ""
-    kind = "Each device keeps this batch" if record.scaling == "weak" else "This batch is divided among the devices"
-    return wording.sentence(f"Foretold, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
+    kind = "Each device keeps this batch" if record.scaling == "weak" else "This batch is split across the devices"
+    return wording.sentence(f"Predicted, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
 
 
 def network(record: ScaleRecord) -> str:
@@ -62,7 +65,10 @@ def share(value: float | None) -> str:
 
 
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
-    """One for each point, in the order of ``COLUMNS``; of a sentence the words before its colon, ``sentences`` have the rest."""
+    """Return a row per point, in the order of ``COLUMNS``.
+
+    The last column shows the text before the colon. ``sentences`` gives the full text.
+    """
     found: list[tuple[str, ...]] = []
     for strategy in strategies(record):
         for at, point in enumerate(record.line(strategy)):
@@ -74,7 +80,7 @@ def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
 
 
 def groups(record: ScaleRecord) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The rows of each strategy, under its name."""
+    """Return the rows grouped by strategy."""
     found: list[tuple[str, list[tuple[str, ...]]]] = []
     for row in rows(record):
         if row[0]:
@@ -84,7 +90,7 @@ def groups(record: ScaleRecord) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 
 def sentences(record: ScaleRecord) -> list[str]:
-    """What bounds each strategy where there are most devices."""
+    """Return a sentence per strategy on what limits it at the largest number of devices."""
     found = []
     for strategy in strategies(record):
         there = [point for point in record.line(strategy) if point.bound]
@@ -117,7 +123,7 @@ def scale_html(record: ScaleRecord) -> str:
 
 
 def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
-    """Efficiency against devices, one line a strategy: the scale of efficiencies, the plot, the scale below. None where there is nothing to draw."""
+    """Return the efficiency axis, the plot with a line per strategy, the device axis. None without data."""
     curves = [(strategy, [(point, value) for point in record.line(strategy) if (value := wording.drawable(point.efficiency)) is not None])
               for strategy in strategies(record)]
     drawn = [(point, value) for _, curve in curves for point, value in curve]

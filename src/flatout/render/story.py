@@ -1,7 +1,7 @@
-"""What a session has to tell, in the order in which a person asks. Both views, terminal and report, tell this story.
+"""Summary of a session in sentences and rows, shared by the terminal and the report.
 
-Nothing here knows about colours, columns or tags; nothing here measures. A record that holds less (a session that failed,
-or that is still running) tells less, and says so.
+Nothing here depends on colours, columns or tags, and nothing here measures. A session that failed or is still
+running gives a shorter summary that says so.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flatout.render.wording import (
 
 class Outcome(StrEnum):
     FASTER = "faster"
-    CHANGED = "changed"  # faster, but the guard refused the results
-    FITS = "fits"  # into the memory that was allowed, where the plain program does not
+    CHANGED = "changed"  # faster, but the guard rejected the results
+    FITS = "fits"  # the plan fits into the memory limit, the plain program does not
     UNCHANGED = "unchanged"
     RUNNING = "running"
     FAILED = "failed"
@@ -69,17 +69,17 @@ def outcome(session: SessionRecord) -> Outcome:
 
 
 def _too_large(session: SessionRecord) -> bool:
-    """Whether the plain program takes more memory than was allowed."""
+    """Return whether the plain program exceeds the memory limit."""
     return bool(session.memory_limit_bytes and session.frontier and session.frontier[0].peak_bytes and not session.frontier[0].fits)
 
 
 def frontier(session: SessionRecord) -> list[Point]:
-    """The measured points of time and memory, the smallest last."""
+    """Return the measured points of time and memory, largest memory first."""
     return sorted((point for point in session.frontier if drawable(point.peak_bytes)), key=lambda point: -(point.peak_bytes or 0))
 
 
 def relative_time(point: Point) -> tuple[float, float | None, float | None]:
-    """The time of a step beside the first point's, and the ends of its interval."""
+    """Return the step time relative to the first point, and the ends of its interval."""
     ratio = point.ratio
     median, ends = (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low))) if ratio is not None else (None, (None, None))
     if not median:
@@ -89,18 +89,18 @@ def relative_time(point: Point) -> tuple[float, float | None, float | None]:
 
 
 def frontier_rows(session: SessionRecord) -> list[tuple[str, str, str, str]]:
-    """Plan, peak memory, time of a step beside the first point's, and what became of it."""
+    """Return rows of plan, peak memory, step time relative to the first point, and outcome."""
     rows = []
     for point in frontier(session):
         time, low, high = relative_time(point)
         inside = f" ({interval(low, high)})" if low is not None and high is not None else ""
-        became = "taken" if point.chosen else "fits" if point.fits else "does not fit"
+        became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
         rows.append((one_line(point.plan, 120), size(point.peak_bytes), times(time) + inside, became))
     return rows
 
 
 def _gain(session: SessionRecord) -> float | None:
-    """The speed-up, where its median is one and its interval excludes a loss worth the name."""
+    """Return the median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
     if session.speedup is None:
         return None
     median, low = drawable(session.speedup.median), drawable(session.speedup.low)
@@ -108,7 +108,7 @@ def _gain(session: SessionRecord) -> float | None:
 
 
 def headline(session: SessionRecord) -> str:
-    """The verdict in a few words: ``1.31 times as fast, same results``."""
+    """Return the verdict in a few words: ``1.31 times as fast, same results``."""
     gain = _gain(session)
     low = drawable(session.speedup.low) if session.speedup else None
     likely = "probably " if low is not None and low <= 1 else ""
@@ -124,11 +124,11 @@ def headline(session: SessionRecord) -> str:
         case Outcome.FASTER | Outcome.CHANGED:
             return fast[0].upper() + fast[1:]
         case _:
-            return "No verdict is possible now" if session.undecided else "No faster plan found: the program is best run as it is"
+            return "No verdict is possible now" if session.undecided else "No faster plan found: run the program as it is"
 
 
 def message(session: SessionRecord) -> str:
-    """The tuner's own sentence, without the headline where it begins with that; empty where it says no more."""
+    """Return the tuner's message without a leading headline, or "" if it adds nothing to the headline."""
     text = sentence(session.message.strip().partition("\n")[0])
     above = f"{headline(session)}: "
     text = text[len(above):] if text.lower().startswith(above.lower()) else text
@@ -137,14 +137,14 @@ def message(session: SessionRecord) -> str:
 
 
 def details(session: SessionRecord) -> str:
-    """What follows the sentence: the end of a failed program's own words, line by line."""
+    """Return the rest of the message: the last lines of a failed program's output."""
     rest = session.message.strip().partition("\n")[2].strip("\n")
     return legible(rest if len(rest) <= MAX_DETAILS else "… " + rest[2 - MAX_DETAILS :], MAX_DETAILS)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of before and after; ``spread`` is the interval of ``change``."""
+    """One row of the before-and-after table. ``spread`` is the interval of ``change``."""
 
     what: str
     plain: str
@@ -154,7 +154,10 @@ class Row:
 
 
 def tuned_side(session: SessionRecord) -> Side:
-    """The best Plan's side, or an empty one: where nothing was found, the record repeats the plain side as the best."""
+    """Return the figures of the best Plan, or empty figures without a speed-up.
+
+    If no plan was found, the record repeats the plain figures as the best.
+    """
     return Side() if session.speedup is None else session.best
 
 
@@ -166,19 +169,19 @@ def before_after(session: SessionRecord) -> list[Row]:
     rows = [Row(f"time of a {one_line(a.unit or 'step', 24)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
     rows.append(Row("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
     rows.append(Row("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _percent(a.peak_memory_bytes, b.peak_memory_bytes)))
-    # A warm-up of exactly nothing was not measured: the first step of any program is slower than the rest.
+    # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
     plain, tuned = (duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING for side in (a, b))
     rows.append(Row("warm-up", plain, tuned))
     return [row for row in rows if (row.plain, row.tuned) != (NOTHING, NOTHING)]
 
 
 def both_sides(rows: list[Row]) -> bool:
-    """Whether there is a tuned side to show at all."""
+    """Return whether any row has a tuned value."""
     return any(row.tuned != NOTHING for row in rows)
 
 
 def with_interval(ratio: object, low: object, high: object, n: object, dash: str = "–") -> str:
-    """``1.31x (1.28–1.35, n=6)``"""
+    """Format a ratio with its interval: ``1.31x (1.28–1.35, n=6)``."""
     inside = spread_of(low, high, n, dash)
     return times(ratio) + (f" ({inside})" if inside else "")
 
@@ -198,7 +201,7 @@ def _percent(before: object, after: object) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One phase of one side: the milliseconds to draw, and the median with its quartiles to write."""
+    """One phase of a step: the milliseconds for the chart, and the median with quartiles for the table."""
 
     phase: str
     ms: float
@@ -208,7 +211,7 @@ class Part:
 
 
 def parts(side: Side) -> list[Part]:
-    """The phases of a step in the order of the step. Their drawn lengths are shares of the mean step, so they add up."""
+    """Return the phases in step order. Their chart lengths are shares of the mean step, so they add up."""
     known = [name for name in PHASES if name in side.phases]
     step = drawable(side.step_ms)
     return [part for name in [*known, *[n for n in side.phases if n not in PHASES][:6]] if (part := _part(name, side.phases[name], step))]
@@ -228,36 +231,36 @@ STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SK
 
 
 def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
-    """Applied, then rejected, then skipped; the fastest first, and as recorded where nothing was measured."""
+    """Return applied, then rejected, then skipped levers, each fastest first."""
     return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(drawable(r.ratio) or 0.0)))
 
 
 def because(lever: LeverRecord) -> str:
-    """The recorded reason. An applied lever has a ratio instead: what it brings beside the rest of the plan."""
+    """Return the recorded reason. An applied lever without one gets a comment on its ratio."""
     if lever.reason or lever.status != Status.APPLIED:
         return one_line(lever.reason)
     low = drawable(lever.low)
-    return "measured only as part of the plan" if low is None else "faster, beside the others" if low > 1 else "probably faster, beside the others"
+    return "measured only as part of the plan" if low is None else "faster with the other levers on" if low > 1 else "probably faster with the other levers on"
 
 
 def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
-    """Finding, what its what-if promised, what the best of its levers brought, and which one; the largest promise first."""
+    """Return rows of finding, predicted speed-up, measured speed-up and lever, largest prediction first."""
     rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
     return [(one_line(p.name, 80).replace("_", " "), spelled(p.predicted), spelled(p.measured) if p.measured else "not measured", one_line(p.lever, 80))
             for p in rows]
 
 
 def spelled(ratio: Ratio) -> str:
-    """``1.80x (1.60–2.00)``; an estimate has no interval."""
+    """Format a ratio: ``1.80x (1.60–2.00)``. An estimate has no interval."""
     inside = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
     return times(ratio.median) + inside
 
 
-LAST = 0.1  # of the steps that both have, over which the losses at the end are averaged
+LAST = 0.1  # final losses are averaged over this share of the steps that both runs have
 
 
 def named_sentence(each: NamedRecord) -> str:
-    """How fast it is, and where its loss stands beside the plain one after the same steps."""
+    """Return the speed of a plan selected by name, and its final loss next to the plain one."""
     if each.ratio is None or drawable(each.ratio.median) is None:
         return sentence(f"not measured: {one_line(each.why_not)}")
     said = f"{with_interval(each.ratio.median, each.ratio.low, each.ratio.high, each.ratio.n)} as fast"
@@ -267,7 +270,7 @@ def named_sentence(each: NamedRecord) -> str:
     if not all(ends):
         return sentence(said)
     own, plain = (figure(sum(end) / len(end)) for end in ends)
-    return f"{said}; after {several(steps, 'loss')} its loss is {own}, the plain program's {plain} (mean of the last {count(last)})."
+    return f"{said}; after {several(steps, 'loss')} its loss is {own}, the plain program's is {plain} (mean of the last {count(last)})."
 
 
 def guard_sentence(guard: GuardRecord) -> str:
@@ -277,7 +280,7 @@ def guard_sentence(guard: GuardRecord) -> str:
 
 
 def payback_sentence(session: SessionRecord) -> str:
-    """At which step the tuned program overtakes the plain one, with the reason."""
+    """Return the step at which the tuned program overtakes the plain one, with the reason."""
     if not _gain(session) or session.guard.verdict == "failed":
         return ""
     extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
@@ -285,10 +288,10 @@ def payback_sentence(session: SessionRecord) -> str:
     saved = "" if before is None or after is None or before <= after else f", and each step saves {milliseconds(before - after)}"
     steps = drawable(session.payback_steps)
     if steps is None:
-        return "At which step is not known."
+        return "The step is not known."
     if steps <= 0:
-        return f"From the first step: there is no extra warm-up to repay{saved}."
-    cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "its warm-up is repaid by then"
+        return f"From the first step: the plan needs no extra warm-up{saved}."
+    cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "by then the warm-up has paid off"
     return f"At step {count(steps)}: {cost}."
 
 
@@ -299,7 +302,7 @@ class Next:
 
 
 def next_step(session: SessionRecord) -> Next:
-    """The one command to type now."""
+    """Return the next command for the user."""
     if not session.command:
         return Next("", "")
     device = on_device(session.machine)
@@ -310,15 +313,15 @@ def next_step(session: SessionRecord) -> Next:
         case Outcome.FASTER | Outcome.FITS:
             return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
         case Outcome.RUNNING:
-            return Next("Continue from here; what was measured is not measured again:", f"flatout tune {with_ranks}{command}")
+            return Next("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
         case Outcome.FAILED:
-            return Next("Fix what is said above, then tune again:", f"flatout tune {with_ranks}{command}")
+            return Next("Fix the error above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
             return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command)
 
 
 def effort(session: SessionRecord) -> str:
-    """``14 comparisons in 9 min 40 s, of a budget of 10 min 00 s``, or nothing before the first."""
+    """Return ``14 comparisons in 9 min 40 s, of a budget of 10 min 00 s``, or "" before the first."""
     if not session.contests and not drawable(session.spent_s):
         return ""
     text = several(len(session.contests), "comparison")
@@ -330,11 +333,11 @@ def effort(session: SessionRecord) -> str:
 
 
 def other_programs(session: SessionRecord) -> str:
-    """A sentence where other programs were at work meanwhile, else nothing."""
-    return f"{one_line(session.disturbance)}; on a quiet machine another plan may be the fastest" if session.disturbance else ""
+    """Return a warning if other programs used the machine during the session, else ""."""
+    return f"{one_line(session.disturbance)}; on an idle machine another plan may be the fastest" if session.disturbance else ""
 
 
 def noise(session: SessionRecord) -> str:
-    """The noise floor as ``0.99x (0.98–1.01, n=6)``, or nothing."""
+    """Return the noise floor as ``0.99x (0.98–1.01, n=6)``, or ""."""
     floor = session.noise_floor
     return "" if floor is None or drawable(floor.median) is None else with_interval(floor.median, floor.low, floor.high, floor.n)

@@ -1,8 +1,8 @@
-"""The few pieces of SVG that the pictures are made of.
+"""SVG building blocks of the charts.
 
-Horizontal places are percentages and texts keep their size in pixels, so that one picture is readable on a phone and on a wide
-screen. Colours live in the page's style sheet, under classes: that is how a picture follows a dark screen. Curves cannot be
-written in percentages; they live in an inner box of UNITS x UNITS that is stretched, with strokes that are not.
+Horizontal positions are percentages and text keeps its size in pixels, so a chart is readable on any screen.
+Colours come from CSS classes of the page, which support dark mode. SVG paths cannot use percentages:
+curves are drawn in an inner box of UNITS x UNITS that is stretched without stretching the strokes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ UNITS = 1000
 
 
 def element(name: str, *children: str, **attributes: object) -> Markup:
-    """One element. Text that is not Markup is escaped; ``class_`` is class, ``stroke_width`` is stroke-width."""
+    """Return one element. Text is escaped unless it is Markup.
+
+    Underscores in attribute names become hyphens; ``class_`` becomes ``class``.
+    """
     spelled = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _spelled(value)) for key, value in attributes.items() if value is not None
     )
@@ -36,23 +39,23 @@ def percent(fraction: float) -> str:
 
 
 def picture(label: str, height: int, children: Iterable[str], class_: str = "picture") -> Markup:
-    """The outer frame. ``label`` is what a screen reader says of the whole picture."""
+    """Return the outer frame of a chart. ``label`` is its text for screen readers."""
     return element("svg", *children, role="img", aria_label=label, class_=class_, width="100%", height=height)
 
 
 def stretched(children: Iterable[str]) -> Markup:
-    """An inner box of UNITS x UNITS that fills the picture."""
+    """Return an inner box of UNITS x UNITS that fills the chart."""
     return element("svg", *children, viewBox=f"0 0 {UNITS} {UNITS}", preserveAspectRatio="none", width="100%", height="100%")
 
 
 def title(text: str) -> Markup:
-    """What the pointer shows."""
+    """Return a tooltip."""
     return element("title", text)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From a value to a place between 0 and 1; what lies outside is held at the edge."""
+    """Map a value to a position between 0 and 1. Values outside the range are clamped."""
 
     low: float
     high: float
@@ -64,14 +67,14 @@ class Scale:
                 return 0.0
             place = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         else:
-            # Halves, because the difference of two large numbers of unlike sign may overflow.
+            # Halved, because the difference of two large numbers of opposite sign may overflow.
             span = self.high / 2 - self.low / 2
             place = (value / 2 - self.low / 2) / span if span > 0 else 0.5
         return min(1.0, max(0.0, place))
 
 
 def ratio_scale(ratios: Sequence[float]) -> Scale:
-    """Logarithmic, so that twice as fast and half as fast are equally far from 1."""
+    """Return a logarithmic scale, on which twice as fast and half as fast are equally far from 1."""
     low, high = min([*ratios, 1 / 1.05]), max([*ratios, 1.05])
     margin = (high / low) ** 0.06
     return Scale(low / margin, high * margin, logarithmic=True)
@@ -81,7 +84,7 @@ _RATIO_TICKS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.0
 
 
 def ratio_ticks(scale: Scale, apart: float = 0.12) -> list[float]:
-    """Round ratios, the most telling ones first, none closer than ``apart`` of the width."""
+    """Return round ratios for ticks, at least ``apart`` of the width from each other."""
     chosen: list[float] = []
     for tick in _RATIO_TICKS:
         if 0.03 < scale(tick) < 0.97 and all(abs(scale(tick) - scale(other)) >= apart for other in chosen):
@@ -90,7 +93,7 @@ def ratio_ticks(scale: Scale, apart: float = 0.12) -> list[float]:
 
 
 def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between ``low`` and ``high``."""
+    """Return multiples of 1, 2 or 5 times a power of ten between ``low`` and ``high``."""
     rough = high / about - low / about
     if not rough > 1e-300:
         return [low]
@@ -102,8 +105,8 @@ def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def decades(values: Sequence[float]) -> Scale:
-    """Logarithmic, over whole powers of ten."""
-    # A little beyond the outermost dot, so that none is cut at the edge.
+    """Return a logarithmic scale over whole powers of ten."""
+    # Extended a little, so that no dot is cut at the edge.
     low, high = 10 ** math.floor(math.log10(min(values) / 1.6)), 10 ** math.ceil(math.log10(max(values) * 1.6))
     return Scale(low, high if high > low else 10 * low, logarithmic=True)
 
@@ -114,14 +117,14 @@ def powers(scale: Scale) -> list[float]:
 
 
 def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
-    """A scale left of a plot: the name of each tick."""
+    """Return the axis left of a plot, with tick labels."""
     texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft") for t, name in ticks]
     return element("svg", *texts, aria_hidden="true", class_="picture levels", width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
                    height=height)
 
 
 def axis_below(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
-    """A scale under a plot: each tick with its name."""
+    """Return the axis below a plot, with ticks and labels."""
     shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks]
     shapes += [element("text", name, x=percent(x(t)), y=18, text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle", class_="label soft")
                for t, name in ticks]

@@ -1,6 +1,6 @@
-"""A profile as a TensorBoard log: step times, memory over a step, phases, what-ifs, and the operators as a table.
+"""Write a profile as a TensorBoard log: step times, memory over a step, phases, what-ifs, operators.
 
-Needs the package tensorboard, which writes the file; torch is not asked for anything.
+Requires the package tensorboard, but not torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ OPERATIONS = 40
 
 
 def write_log(profile: ProfileRecord, folder: Path) -> None:
-    """One event file in ``folder``. Raises ImportError without tensorboard, OSError where the folder cannot be written."""
+    """Write one event file into ``folder``.
+
+    Raises ImportError without tensorboard, and OSError if the folder cannot be written.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -30,7 +33,7 @@ def write_log(profile: ProfileRecord, folder: Path) -> None:
 
 
 def _scalars(profile: ProfileRecord) -> Iterator[tuple[int, Any]]:
-    """(step, summary): a point of each curve. The x-axis of memory is microseconds since the step began."""
+    """Yield (step, summary) for each point. For memory, step is microseconds since the step began."""
     for step, ms in enumerate(profile.step_ms_list):
         yield step, _scalar("step_ms", ms)
     for name, phase in profile.phases.items():
@@ -53,7 +56,7 @@ def _texts(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
                 for o in profile.operations[:OPERATIONS]]
         yield "operators", _table(("operator", "% of time", "calls", "host", "line"), rows)
     if profile.crossings:
-        yield "crossings", _table(("crossing", "calls", "cost", "line"),
+        yield "crossings", _table(("synchronisation", "calls", "cost", "line"),
                                   [(c.kind, figure(c.calls), milliseconds(c.ms), c.place.sentence() if c.place else "") for c in profile.crossings])
     if profile.findings:
         yield "findings", "\n".join(f"* **{f.rule}** {one_line(f.said)}" for f in profile.findings)

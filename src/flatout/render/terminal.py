@@ -1,13 +1,12 @@
-"""The story of a session, and a Plan with its code, as rich renderables for a terminal of 80 columns or more.
+"""Terminal output of sessions and plans, as rich renderables for 80 columns or more.
 
-Foreign text only ever enters as ``Text``: rich reads a plain string in a table as markup, where ``[red]`` would be an order.
-Our own signs are plain ASCII, so that a terminal without UTF-8 shows them too.
+Untrusted text is always wrapped in ``Text``: rich parses plain strings in tables as markup such as ``[red]``.
+flatout's own signs are plain ASCII, so that terminals without UTF-8 show them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,15 +18,15 @@ from flatout.plan.plan import Plan
 from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.plan.words import Status
 from flatout.render import ranks_story, story
-from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, size, times
+from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, several, size, times
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
-ORIGINS = {"default": "flatout's own default", "user": "asked for by you", "tuner": "found by the tuner", "file": "written in the file"}
+ORIGINS = {"default": "flatout's own default", "user": "requested by you", "tuner": "found by the tuner", "file": "from the plan file"}
 OUTCOMES = {story.Outcome.FASTER: "bold green", story.Outcome.FITS: "bold green", story.Outcome.FAILED: "bold red", story.Outcome.CHANGED: "bold red"}
 
 
 def session_tables(session: SessionRecord) -> RenderableType:
-    """What `flatout tune` says when it is done, and `flatout report` says again."""
+    """Return the output of `flatout tune` and `flatout report`."""
     lines: list[RenderableType] = [Text(story.headline(session), style=OUTCOMES.get(story.outcome(session), "bold"))]
     message = story.message(session)
     if message:
@@ -47,7 +46,7 @@ def session_tables(session: SessionRecord) -> RenderableType:
     if story.other_programs(session):
         closing.append(("other programs", story.other_programs(session)))
     if story.noise(session):
-        closing.append(("noise floor", f"{story.noise(session)}: so far may two processes of the plain program be apart"))
+        closing.append(("noise floor", f"{story.noise(session)}: two processes of the plain program may differ by this much"))
     lines += section(pairs([(name, text(words)) for name, words in closing if words]))
     following = story.next_step(session)
     if following.command:
@@ -56,10 +55,10 @@ def session_tables(session: SessionRecord) -> RenderableType:
 
 
 def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) -> RenderableType:
-    """Each choice of a Plan with its origin, its evidence and the lines of code that do the same by hand.
+    """Return each choice of a Plan with its origin, its evidence and the equivalent code.
 
-    ``code`` and ``reasons`` go by the lever's name. A reason says what speaks against a choice or, for a lever that is not in
-    the Plan, why it is not.
+    ``code`` and ``reasons`` are keyed by lever name. A reason is an argument against a choice or, for a lever
+    outside the Plan, why it was left out.
     """
     lines: list[RenderableType] = []
     for choice in plan:
@@ -69,7 +68,7 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
             notes.append(Text("but: ", style="yellow") + text(reasons[choice.name]))
         lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
         if code.get(choice.name):
-            # Not folded into one line, and not wrapped more than the terminal must: it is there to be copied.
+            # Keep the line breaks, and let only the terminal wrap: users copy this code.
             lines.append(Padding(Text(legible(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold"), (1, 0, 0, 4)))
         lines.append("")
     if not lines:
@@ -99,25 +98,46 @@ def _before_after(session: SessionRecord) -> Table | None:
 
 
 def _levers(session: SessionRecord) -> RenderableType | None:
-    """Under one heading for each outcome. A skipped lever has no ratio, so that its sentence gets the width."""
+    """Return applied and rejected levers, one a line, below their reason.
+
+    Levers that were left out are counted.
+    """
     records = story.levers_in_order(session)
-    names = {id(record): _ascii(lever(record.name, record.value)) for record in records}
-    width = min(24, max(map(len, names.values()), default=0))
-    groups: list[RenderableType] = []
-    for status, members in groupby(records, key=lambda record: one_line(record.status, 20)):
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(width=width + 2, overflow="fold")
-        for record in members:
-            ratio = [] if status == Status.SKIPPED else [_ratio(record)]
-            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, text(story.because(record)))
-        if len(table.columns) == 3:
-            table.columns[1].no_wrap, table.columns[1].min_width = True, 17
-        groups += [*([""] if groups else []), Text(status, style=STYLES.get(status, "bold")), table]
-    return Group(*groups) if groups else None
+    lines: list[RenderableType] = []
+    groups: dict[tuple[str, str], list[LeverRecord]] = {}
+    for record in records:
+        if record.status != Status.SKIPPED:
+            groups.setdefault((one_line(record.status, 20), story.because(record)), []).append(record)
+    last = ""
+    for (status, reason), members in groups.items():
+        if last not in ("", status):
+            lines.append("")
+        last = status
+        heading = Text.assemble((status, STYLES.get(status, "bold")), text(f": {reason}") if reason else "")
+        lines += [heading, *(_lever(record) for record in members)]
+    skipped = sum(record.status == Status.SKIPPED for record in records)
+    if skipped:
+        lines += [*([""] if lines else []), Text(f"{several(skipped, 'lever')} left out; `flatout levers --why` says why")]
+    return Group(*lines) if lines else None
+
+
+def _lever(record: LeverRecord) -> RenderableType:
+    """Return ``  1.31x (1.20-1.43)  channels_last``; a long value continues below its name."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(min_width=19, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Padding(_ratio(record), (0, 0, 0, 2)), Text(_ascii(lever(record.name, record.value))))
+    return grid
+
+
+def why_left_out(session: SessionRecord) -> RenderableType:
+    """Return every lever that was left out of a session, with its reason."""
+    rows = [(record.name, text(story.because(record))) for record in session.levers if record.status == Status.SKIPPED]
+    return pairs(rows) if rows else Text("No lever was left out.")
 
 
 def _frontier(session: SessionRecord) -> Table | None:
-    """Time against memory, where memory was limited."""
+    """Return the table of time against memory for a session with a memory limit."""
     limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
     grid = table_of("plan", f"peak of tensors{limit}", "time of a step", "")
     for row in story.frontier_rows(session):
@@ -139,7 +159,7 @@ def _ranks(session: SessionRecord) -> RenderableType | None:
 
 
 def _predictions(session: SessionRecord) -> Table | None:
-    """What the profile had promised, beside what came of it."""
+    """Return the predicted speed-ups of the profile next to the measured ones."""
     grid = table_of("the profile found", "predicted", "measured", "with")
     for row in story.predicted_and_measured(session):
         grid.add_row(*map(text, row))
@@ -154,9 +174,9 @@ def _ratio(record: LeverRecord) -> Text:
 
 
 def pairs(rows: Iterable[tuple[str, Text]]) -> Table:
-    """Names to the left, sentences to the right."""
+    """Return a grid with names on the left and sentences on the right."""
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(max_width=26, overflow="fold")
+    table.add_column(max_width=36, overflow="fold")
     table.add_column(overflow="fold")
     for name, words in rows:
         table.add_row(Text(_ascii(one_line(name, 80)), style="dim"), words)
@@ -178,7 +198,7 @@ _PLAIN_SIGNS: Sequence[tuple[str, str]] = ((NOTHING, "-"), ("−", "-"), ("×", 
 
 
 def _ascii(text: str) -> str:
-    """Our own typographic signs in ASCII. Foreign letters stay as they are."""
+    """Replace flatout's own typographic signs with ASCII. Other letters stay."""
     for sign, plain in _PLAIN_SIGNS:
         text = text.replace(sign, plain)
     return text

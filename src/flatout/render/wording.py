@@ -1,7 +1,7 @@
-"""How a value is spelled for a person: numbers with their units, and foreign text that cannot do harm.
+"""Format values for users: numbers with units, and untrusted text made safe.
 
-Every function takes what a record may really hold (None, NaN, infinity, a word where a number was meant) and answers
-with text. A value that is not there is ``NOTHING``, never an invented zero.
+Every function accepts any value that a record can hold: None, NaN, infinity, or text in place of a number.
+A missing value becomes ``NOTHING``, never an invented zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TEXT_LIMIT = 600
 
 
 def legible(value: object, limit: int = TEXT_LIMIT) -> str:
-    """Foreign text, safe to show and not endless. Line breaks and tabs stay. What it holds is still to be escaped."""
+    """Return untrusted text without control characters, cut to ``limit``.
+
+    Line breaks and tabs stay. The caller still has to escape markup.
+    """
     text = value if isinstance(value, str) else str(value)
     cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
     return harmless(cut)
@@ -31,15 +34,15 @@ def one_line(value: object, limit: int = TEXT_LIMIT) -> str:
 
 
 def sentence(value: object, limit: int = TEXT_LIMIT) -> str:
-    """One line that ends with a stop. Its first letter stays as it is: it may be a lever's name."""
+    """Return one line that ends with a full stop. The first letter keeps its case: it may start a name."""
     text = one_line(value, limit)
     return text + ("." if text and text[-1] not in ".!?…:" else "")
 
 
 def drawable(value: object) -> float | None:
-    """The value as a number that can be written, drawn and divided by, or None.
+    """Return the value as a finite float that is safe to print and plot, or None.
 
-    1e30 and more is a run that blew up, not a figure; below 1e-30 is zero.
+    Magnitudes of 1e30 and more come from a diverged run and give None. Magnitudes below 1e-30 become zero.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -53,7 +56,7 @@ def drawable(value: object) -> float | None:
 
 
 def figure(value: object, digits: int = 3) -> str:
-    """A bare number with ``digits`` significant digits."""
+    """Format a number without a unit, with ``digits`` significant digits."""
     number = drawable(value)
     if number is None:
         return NOTHING
@@ -64,7 +67,7 @@ def figure(value: object, digits: int = 3) -> str:
 
 
 def times(ratio: object) -> str:
-    """``1.31x``"""
+    """Format a ratio: ``1.31x``."""
     number = drawable(ratio)
     if number is None:
         return NOTHING
@@ -74,7 +77,7 @@ def times(ratio: object) -> str:
 
 
 def interval(low: object, high: object, dash: str = "–") -> str:
-    """``1.28–1.35``, or nothing where one end is missing."""
+    """Format an interval of ratios: ``1.28–1.35``, or "" if an end is missing."""
     if drawable(low) is None or drawable(high) is None:
         return ""
     return f"{times(low)[:-1]}{dash}{times(high)[:-1]}"
@@ -89,7 +92,7 @@ def per_second(value: object, noun: str = "samples") -> str:
 
 
 def duration(seconds: object) -> str:
-    """``9.1 s`` · ``4 min 20 s`` · ``1 h 03 min``"""
+    """Format a duration: ``9.1 s`` · ``4 min 20 s`` · ``1 h 03 min``."""
     number = drawable(seconds)
     if number is None:
         return NOTHING
@@ -115,23 +118,23 @@ def count(value: object) -> str:
 
 
 def several(value: object, noun: str) -> str:
-    """``1 step`` · ``3 steps``"""
+    """Format a count with its noun: ``1 step`` · ``3 steps``."""
     return f"{count(value)} {noun}" + ("" if drawable(value) == 1 else "es" if noun.endswith("s") else "s")
 
 
 def day(created: str) -> str:
-    """``2026-11-21 06:26 UTC`` from an ISO 8601 time; anything else is shown as it is."""
+    """Format an ISO 8601 time as ``2026-11-21 06:26 UTC``. Other text is returned unchanged."""
     found = re.match(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)", created)
     return f"{found[1]} {found[2]} UTC" if found else one_line(created, 40)
 
 
 def lever(name: object, value: Any) -> str:
-    """``channels_last`` · ``loader(workers=2)``"""
+    """Format a lever with its value: ``channels_last`` · ``loader(workers=2)``."""
     return one_line(name, 80) if value is None else one_line(spell(str(name), value), 160)
 
 
 def setting(value: Any) -> str:
-    """A value alone: ``on`` · ``1`` · ``workers=2, pin=True``"""
+    """Format a lever's value alone: ``on`` · ``1`` · ``workers=2, pin=True``."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
@@ -142,28 +145,28 @@ def setting(value: Any) -> str:
 
 
 def shell(command: Sequence[object]) -> str:
-    """A command as one types it: blanks inside quotes stay what they are."""
+    """Quote a command for the shell."""
     return legible(shlex.join(str(word) for word in command), 2000)
 
 
 def on_device(machine: Mapping[str, object]) -> list[str]:
-    """The option that has a program run on the device that a record was made on, where that was asked for."""
+    """Return the ``--device`` option of a record, or [] if none was given."""
     return ["--device", str(machine["device"])] if machine.get("device") else []
 
 
 def short(value: object) -> str:
-    """A bare number of any size with up to three digits that say something: ``0.00024`` · ``1`` · ``812``"""
+    """Format a number with up to three significant digits: ``0.00024`` · ``1`` · ``812``."""
     number = drawable(value)
     return NOTHING if number is None else f"{number:.3g}"
 
 
 def decimals(largest: float) -> int:
-    """How many decimals a column of numbers up to ``largest`` wants, so that its points stand under each other."""
+    """Return the number of decimals at which a column of values up to ``largest`` stays readable."""
     return next((digits for digits, above in enumerate((1000, 100, 10, 1)) if largest >= above), 4)
 
 
 def signed(difference: float, digits: int) -> str:
-    """``−41.0`` · ``+3.2`` · ``0.0``, with the sign that is as wide as the plus."""
+    """Format a signed number with a typographic minus: ``−41.0`` · ``+3.2`` · ``0.0``."""
     text = f"{abs(difference):,.{digits}f}"
     if not text.strip("0.,"):
         return text

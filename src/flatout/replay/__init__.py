@@ -1,1 +1,4 @@
-"""Exact resume of a program that nobody changed: its control flow is gone through again while its tensors are skeletons, up to the step of a save."""
+"""Exact resume of an unmodified script.
+
+A replay runs the script's control flow again, on fake tensors without values, up to the step of a checkpoint.
+"""

@@ -1,8 +1,9 @@
-"""Records a program so that it can be gone on with exactly, and brings it to the place of a save when it is started again.
+"""Records a script so that it can be resumed exactly, and replays it up to a checkpoint when it starts again.
 
-Both are one Listener around another one that saves (`flatout.engine.rescue`). Recorded, it tells the tape of each event and adds to each save what the weights
-are not: how far the tape is, and what the program can reach. Played back, it waits for the event at which the save was made; there the program becomes the one
-that was saved, and from there on it is recorded.
+Both are one Listener around the checkpointing Listener (`flatout.engine.rescue`). While it records, it adds each
+event to the value log. To each checkpoint it adds two things: the position in the log and the state that the
+script can reach. While it replays, it waits for the event at which the checkpoint was saved. At this resume
+point it restores the saved state and starts to record again.
 """
 
 from __future__ import annotations
@@ -40,13 +41,18 @@ from flatout.state.randoms import random_states, set_random_states
 if TYPE_CHECKING:
     from flatout.replay.collectives import Collectives
 
-FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, beside those of batches
+# events, in addition to those of batches
+FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
 class Way:
-    """``journal``: where it lies. ``state``: what `Again.beside` has given to the save that is to be gone on from, None to begin. ``several``: the program has
-    ranks, which say things to each other. ``shows``: what it prints on the way is shown. ``fetches``: batches of this process are fetched on the way."""
+    """How a script starts: from scratch or from a checkpoint.
+
+    ``journal``: path of the journal. ``state``: what `Again.beside` added to the checkpoint to resume from;
+    None to start from scratch. ``several``: the script has ranks, which communicate. ``shows``: output is
+    shown during the replay. ``fetches``: batches of this process are loaded during the replay.
+    """
 
     journal: Path
     state: dict[str, Any] | None
@@ -57,10 +63,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Outside:
-    """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence, and so does ``astray`` where the way is another one than the first
-    time, which may be because data was passed over. ``begins`` is called before anything is written, ``at_seam`` when
-    the program has become the one that was saved, with the seconds that this has taken since its training began, and those that it had taken the first time;
-    ``left_alone`` with a sentence where it goes on by itself. ``seconds``: a clock."""
+    """Callbacks of a replay.
+
+    ``say`` informs the user. ``refuse`` ends the process with an error. So does ``astray``, where the replay
+    differs from the first run, which may be because data was skipped. ``begins`` is called before anything is
+    written. ``at_seam`` is called when the saved state is restored: with the seconds since training began,
+    and the seconds that the first run took to here. ``left_alone`` is called with a reason where the script
+    resumes by itself. ``seconds``: a clock.
+    """
 
     say: Callable[[str], None]
     refuse: Callable[[str], NoReturn]
@@ -72,7 +82,11 @@ class Outside:
 
 
 class Again(Listener):
-    """``saving`` is the listener that saves; it hears nothing before the seam. ``find`` gives the random generators that an object holds."""
+    """Records or replays one script.
+
+    ``saving`` is the checkpointing listener; it gets no events before the resume point. ``find`` returns the
+    random generators that an object holds.
+    """
 
     def __init__(self, way: Way, outside: Outside, saving: Listener, ledger: Ledger, find: Find) -> None:
         state = way.state
@@ -94,9 +108,10 @@ class Again(Listener):
         self._origins: Origins | None = None
         self._draws: Draws | None = None
         self._call: Any = None
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # modules that are called by themselves, in order
+        # root modules, in the order of their first calls
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbered = 0
-        self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
+        self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
         self.drawn = Drawn(self.tape, ledger)
         self.hearing = Hearing(self.tape, ledger, self.skeletons.lineage.comes_from, self.drawn.taken)
@@ -112,12 +127,12 @@ class Again(Listener):
         self.files.install()
 
     def hear(self) -> None:
-        """From here on, until the ledger is restored."""
+        """Install the hooks; they stay until the ledger is restored."""
         for each in (self.drawn, self.hearing, self.skipping):
             each.install()
 
     def install(self) -> None:
-        """After what else changes how loaders are made."""
+        """Patch the DataLoaders. Call it after everything else that changes how loaders are made."""
         self.batches.install()
 
     @property
@@ -126,7 +141,7 @@ class Again(Listener):
 
     @property
     def skips(self) -> bool:
-        """Whether the program is still on its way, and its data set was passed over in this process: it may keep count of what it is asked for."""
+        """Whether a replay runs and has skipped a data set of this process, which may count its accesses."""
         return self.saved is not None and bool(self.batches.skipped)
 
     def _forked(self) -> None:
@@ -134,27 +149,27 @@ class Again(Listener):
 
     def broke(self, error: Exception) -> None:
         if self.tape.going:
-            self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+            self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
 
     def ended(self) -> None:
-        """The program has come to its own end: there is nothing to go on with."""
+        """The script has finished: there is nothing left to resume."""
         self.journal.unlink(missing_ok=True)
         self.files.ended()
 
     def _resumes_by_itself(self, place: str) -> None:
-        """Nothing is recorded any more, and no save is gone on from."""
+        """Stop recording; no checkpoint is used to resume."""
         if not self.tape.going and not self.tape.broken:
             self.tape.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
             self.journal.unlink(missing_ok=True)
-            self.outside.left_alone(f"this program resumes by itself, from {os.path.relpath(place)}: that is left to it")
+            self.outside.left_alone(f"this script resumes by itself, from {os.path.relpath(place)}; flatout leaves this to the script")
 
-    # -- recording ----------------------------------------------------------------------------------------------------------
+    # -- recording ------------------------------------------------------------------------------------------
 
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        """What a save needs so that the program can be gone on with from here, where an event has just happened; and why it could not be, or ""."""
+        """Return what a checkpoint needs to resume from this event, and why it would be unusable, or ""."""
         tape = self.tape
-        if tape.deaf > 1:  # one for the listener that saves
-            return {}, "its steps end where nothing is heard, inside of a backward pass"
+        if tape.deaf > 1:  # one of them is for the checkpointing listener
+            return {}, "its steps end inside a backward pass, where nothing is recorded"
         place = tape.write()
         if place is None or self._origins is None:
             return {}, tape.broken or "its training has not begun"
@@ -169,11 +184,11 @@ class Again(Listener):
                 "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
-        """How often the ranks have met: the same in all saves of one moment."""
+        """Return the collective counts, which are equal in all ranks' checkpoints of one moment."""
         return self.collectives.met() if self.collectives is not None else {}
 
     def flush(self) -> None:
-        """Until the journal is on the disk."""
+        """Wait until the journal is on the disk."""
         if self.tape.journal is not None:
             self.tape.journal.flush()
 
@@ -181,7 +196,7 @@ class Again(Listener):
         return {"call": self._call, **self.drawn.held()}
 
     def _begins(self) -> None:
-        """The first batch is taken, or the first module called: what was made before was made for real."""
+        """Start the training at the first batch or module call; everything before it was really executed."""
         if self._origins is None:
             self.tape.began, self._began_s = True, self.outside.seconds()
             self.files.begins()
@@ -196,25 +211,25 @@ class Again(Listener):
                 self._record_from_here()
 
     def _record_from_here(self) -> None:
-        """What was heard so far is kept, too. Processes that train nothing, such as those that start ranks, never come here."""
+        """Record from here on, with the values so far. Processes that do not train never reach this."""
         self.outside.begins()
         try:
             self.tape.record(Journal(self.journal))
         except StorageError as error:
             self.tape.breaks(str(error))
-            self.outside.say(f"this program cannot be gone on with exactly: {error}")
+            self.outside.say(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
     def for_real(self) -> Iterator[None]:
-        """What is done inside is ours: it acts on the tensors that are there, and is nobody's business."""
+        """Run flatout's own code: it acts on real tensors and is not recorded."""
         with self.skipping.paused(), self.tape.unheard:
             yield
 
-    # -- events -------------------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     def _event(self, what: int) -> bool:
-        """Whether the listener that saves hears of it."""
-        if not self.tape.hears:  # in the middle of a backward pass, say
+        """Log an event; return whether the checkpointing listener gets it."""
+        if not self.tape.hears:  # e.g. inside a backward pass
             return not self.tape.going
         if self.tape.event(what):
             self._seam(sys._getframe(2))
@@ -255,11 +270,11 @@ class Again(Listener):
             self._passes_on(self.saving.step_end)
 
     def _passes_on(self, event: Callable[..., None], *about: Any) -> None:
-        """What is read for a save is nobody's business."""
+        """Call the checkpointing listener, unrecorded."""
         with self.tape.unheard:
             event(*about)
 
-    # -- playing back -------------------------------------------------------------------------------------------------------
+    # -- replaying ------------------------------------------------------------------------------------------
 
     def _play(self, state: dict[str, Any], shows: bool) -> None:
         self.tape.play(read_journal(self.journal, Place.from_json(state["journal"])), state["events"])
@@ -270,7 +285,7 @@ class Again(Listener):
         self.skipping.play(self._begins)
 
     def _seam(self, frame: FrameType) -> None:
-        """The program stands where it was saved, with skeletons for tensors: it becomes the one that was saved."""
+        """Restore the saved state: the script is at the resume point, with fake tensors."""
         try:
             with self.tape.unheard:
                 self.skipping.stops()
@@ -278,7 +293,7 @@ class Again(Listener):
         except FlatoutError as error:
             self.refuse(str(error))
         except Exception as error:
-            self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+            self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
         now_s = self.outside.seconds()
         through_s, self._began_s = now_s - self._began_s, now_s
         self.saved = None
@@ -289,12 +304,12 @@ class Again(Listener):
         self.tape.end()
         drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
         if drawn:
-            self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
-                         f"generator of its own, or workers")
+            self.refuse(f"both the script and its skipped data loading draw from {' and '.join(drawn)}. Give the data set a random "
+                         f"generator of its own, or use loader workers")
         seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
         seam.compare(world, self.batches.waiting())
         self.skipping.ends()
-        self.files.come_out()  # before workers are started, which would live on in the shelter
+        self.files.come_out()  # before workers start: they would stay in the file sandbox
         said = self.batches.go_on(saved["batches"])
         if said:
             self.refuse("; ".join(said))

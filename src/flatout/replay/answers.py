@@ -1,8 +1,10 @@
-"""What functions of skeletons give, at once.
+"""Answers torch functions on fake tensors immediately, without computing.
 
-While a program is brought to a save again, a mode of torch sees each function that the program calls. A function of skeletons or of weights is asked once, by
-torch's FakeTensorMode, what it gives for arguments like these, and from then on a table answers. What is written to becomes a skeleton itself, under the same
-name everywhere: `torch.utils.swap_tensors` changes what a tensor is without changing who holds it. The same brings values back at the seam.
+During a replay, a torch function mode intercepts each function that the script calls. For a function of fake
+tensors or weights, torch's FakeTensorMode computes the result's shape once per kind of arguments; from then
+on a table answers. A tensor that is written to becomes a fake tensor, under every name it has:
+`torch.utils.swap_tensors` changes a tensor without changing who holds it. The same call restores the values
+at the resume point.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ Way = Callable[[tuple, dict[str, Any]], Any]
 autocasts = torch._C._is_any_autocast_enabled
 
 COLLECTIVE = "a collective"
-# Answered by the skeleton itself, or by torch for it: nothing of values.
+# The fake tensor itself, or torch for it, answers these: they need no values.
 NATIVE = frozenset((
-    COLLECTIVE,  # the process group answers (`flatout.replay.collectives`)
+    COLLECTIVE,  # answered by the process group (`flatout.replay.collectives`)
     "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
     "__len__", "__hash__", "storage_offset", "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order", "is_distributed",
     "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced", "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type"))
@@ -44,13 +46,19 @@ SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "r
 
 
 class Skeletons:
-    """The functions of skeletons. ``refuse`` is called with a sentence for what cannot be answered, and does not return."""
+    """Answers functions of fake tensors.
+
+    ``refuse`` gets a reason for what is unsupported, and does not return.
+    """
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
-        self.shaped_again: Callable[[int], Any] = self._not_followed  # set by who knows: what a mask as an index has found at a place in the code
-        self.taken: Callable[[Any, FrameType], None] = lambda rows, caller: None  # set by who counts what is taken by an order
-        self.memory: set[int] = set()  # where real tensors lay that were written to: others may lie there, too
+        # set from outside: the recorded result of mask indexing at a place in the code
+        self.shaped_again: Callable[[int], Any] = self._not_followed
+        # set from outside: counts the rows selected by an order
+        self.taken: Callable[[Any, FrameType], None] = lambda rows, caller: None
+        # memory of real tensors that were written to; other tensors may share it
+        self.memory: set[int] = set()
         self._known: dict[Any, Any] = {}
         self._ways: dict[Any, Way] = {}
         self._fake: Any = None
@@ -58,12 +66,13 @@ class Skeletons:
         self._special: dict[str, Callable[..., Any]] = {
             "backward": self._backward, "requires_grad": self._requires_grad, "grad_fn": self._grad_fn, "retain_grad": lambda tensor: None,
             "requires_grad_": self._requires_grad_, "to": self._to, "type": self._to, "__iter__": lambda tensor: iter(tensor.unbind(0)),
-            "pin_memory": lambda tensor, device=None: Skeleton(meta_of(tensor)),  # a fake tensor refuses it
+            # unsupported by torch's FakeTensor
+            "pin_memory": lambda tensor, device=None: Skeleton(meta_of(tensor)),
             "register_hook": self._hook, "tensor": self._from_values, "as_tensor": self._from_values,
             "is_leaf": lambda tensor: tensor.is_leaf if type(tensor) is not Skeleton else not tensor.sources}
 
     def mode(self) -> Any:
-        """The mode that sees each function of torch that is called."""
+        """Return the mode that intercepts each torch function."""
         ways, way_of = self._ways, self._way_of
 
         class Answering(torch.overrides.TorchFunctionMode):
@@ -80,10 +89,10 @@ class Skeletons:
 
         return Answering()
 
-    # -- one function -------------------------------------------------------------------------------------------------------
+    # -- answering a function -------------------------------------------------------------------------------
 
     def _way_of(self, func: Any) -> Way:
-        """How calls of a function are answered, from here on."""
+        """Return how calls of a function are answered from here on."""
         way = self._ways[func] = self._found_way(func, _name_of(func))
         return way
 
@@ -107,7 +116,7 @@ class Skeletons:
             return partial(self._of_packed, func)
         if name == "__setitem__":
             return lambda args, kwargs: self._written(name, func, [args[0]], args, kwargs, None)
-        if name.startswith("get "):  # it is called with the tensor, and with its class
+        if name.startswith("get "):  # called with the tensor and its class
             return lambda args, kwargs: self.answered(func, args[:1], {}, name[4:] not in WITHOUT_GRADIENT)
         if name.startswith(("_foreach_", "_fused_", "_amp_")):
             return partial(self._many, name, func)
@@ -127,12 +136,15 @@ class Skeletons:
             if _has_order(args[1]):
                 self.taken(None, sys._getframe(2))
             return self.answered(func, (args[0], _any_place(args[1])), kwargs)
-        found = self.shaped_again(sys._getframe(2).f_lasti)  # of who has called: the mode is between
+        found = self.shaped_again(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
         found.sources = self.lineage.of(list(args)) if torch.is_grad_enabled() and takes_gradient(found.meta) else NOWHERE
         return found
 
     def _of_packed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A recurrent network. Of packed sequences it gives an output a row, and hidden states like those that it was given."""
+        """Answer a recurrent network.
+
+        For packed sequences it returns one output per row, and hidden states like its inputs.
+        """
         if not (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
             return self.answered(func, args, kwargs)
         packed, _, hidden, *_, both_ways = args
@@ -142,9 +154,9 @@ class Skeletons:
         return self.lineage.comes_from(found, args)
 
     def _padded(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Packed sequences, as rows of one length again."""
+        """Pad packed sequences to equal length."""
         packed, sizes, batch_first, _, longest = args
-        counts = torch._C.TensorBase.tolist(sizes)  # they are there; nobody is to hear of it
+        counts = torch._C.TensorBase.tolist(sizes)  # real values; do not record this
         rows, steps = counts[0], max(len(counts), longest)
         size = (*((rows, steps) if batch_first else (steps, rows)), *packed.shape[1:])
         found = whole(size, packed.dtype, packed.device)
@@ -152,7 +164,7 @@ class Skeletons:
         return self.lineage.comes_from(found, (packed,)), lengths
 
     def _data_set(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Weights keep what they have, in the shape that they get."""
+        """Keep the values of weights, in their new shape."""
         target, value = args
         if type(value) is Skeleton or trains(value):
             if target.requires_grad and type(target) is not Skeleton:
@@ -167,18 +179,18 @@ class Skeletons:
             target.data = value
 
     def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if name == "__deepcopy__":  # beside what was copied already
+        if name == "__deepcopy__":  # with the memo of copies
             return Skeleton(args[0].meta) if type(args[0]) is Skeleton else func(*args)
         if any(is_without(arg) for arg in args):
-            self.refuse(f"the program uses {name} of a tensor that its training computed, which cannot be followed")
+            self.refuse(f"{name} of a tensor computed in training cannot be replayed")
         return func(*args, **kwargs)
 
     def answered(self, func: Any, args: tuple, kwargs: dict[str, Any], has_gradient: bool = True) -> Any:
-        """What a function gives for arguments like these, as skeletons that know where they come from."""
+        """Return the result of a function as fake tensors that know their gradient sources."""
         try:
             key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), _casts() if autocasts() else None)
             known = self._known.get(key)
-        except TypeError:  # an argument that is no key
+        except TypeError:  # an unhashable argument
             key = known = None
         if known is None:
             known = self._asked(func, args, kwargs)
@@ -197,7 +209,7 @@ class Skeletons:
                                       for leaf in leaves], spec)
 
     def _asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
-        """What torch says a function gives for arguments like these."""
+        """Ask torch for the result of a function on such arguments."""
         if self._fake is None:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -217,20 +229,20 @@ class Skeletons:
                 metas = [meta_of(leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         except Exception as error:
             if isinstance(error, (TypeError, ValueError, IndexError)) and not type(error).__module__.startswith("torch"):
-                raise  # the program's own mistake, or its way of asking
+                raise  # the script's own error, or a check by exception
             why = " ".join(str(error).split())[:160]
-            self.refuse(f"{_name_of(func)}() of tensors that the training computed cannot be followed ({type(error).__name__}: {why})")
+            self.refuse(f"{_name_of(func)}() of tensors computed in training cannot be replayed ({type(error).__name__}: {why})")
         finally:
             torch.default_generator.set_state(random)
         return metas, spec, isinstance(result, torch.Tensor)
 
     def _not_followed(self, at: int) -> NoReturn:
-        self.refuse("what a mask has found cannot be followed")
+        self.refuse("indexing with a mask cannot be replayed here")
 
-    # -- writing ------------------------------------------------------------------------------------------------------------
+    # -- in-place functions ---------------------------------------------------------------------------------
 
     def _in_place(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What it writes to it gives back."""
+        """Answer an in-place function: it returns the tensor it writes to."""
         found = kwargs.get("out")
         if found is None:
             found = args[0] if args else next(iter(tensors_in([*kwargs.values()])))
@@ -241,7 +253,7 @@ class Skeletons:
         others = [each for each in (*args, *kwargs.values()) if not any(each is target for target in targets)]
         drawn = any(is_without(each) for each in others)
         if not drawn and not any(type(target) is Skeleton for target in targets):
-            return func(*args, **kwargs)  # nothing that was computed is in it: weights that are made, say
+            return func(*args, **kwargs)  # no computed tensors, e.g. weight initialisation
         sources = NOWHERE
         if torch.is_grad_enabled() and name not in ("detach_", "zero_", "fill_"):
             for each in others:
@@ -254,7 +266,7 @@ class Skeletons:
         return result
 
     def _many(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of lists of tensors; it writes to all lists that it may where its name ends so."""
+        """Answer a function of lists of tensors; names that end in ``_`` write to all lists that they may."""
         if kwargs.get("out") is not None:
             return self._in_place(name, func, args, kwargs)
         if not name.endswith("_"):
@@ -267,17 +279,17 @@ class Skeletons:
         return None
 
     def lose(self, targets: Iterable[Any]) -> None:
-        """What somebody else has written to."""
+        """Mark tensors that other code has overwritten as unknown."""
         for target in targets:
             if isinstance(target, torch.Tensor):
                 self._becomes(target, NOWHERE)
 
     def _becomes(self, target: Any, sources: frozenset[Any]) -> None:
-        """A tensor was written to with what nobody knows."""
+        """Replace a tensor that was written to by a fake tensor."""
         if type(target) is Skeleton:
             if sources:
                 target.sources = self.lineage.union(target.sources, sources)
-        elif not target.requires_grad:  # weights keep what they have; the seam brings what they should have
+        elif not target.requires_grad:  # weights keep their values; the resume point restores them
             if target.layout is torch.strided:
                 self.memory.add(target.untyped_storage().data_ptr())
             self._swap(target, Skeleton(meta_of(target), sources))
@@ -285,11 +297,11 @@ class Skeletons:
     def _swap(self, target: Any, other: Any) -> None:
         try:
             torch.utils.swap_tensors(target, other)
-        except RuntimeError:  # something knows it weakly: it is as real as it was, and the seam sees that it has changed
+        except RuntimeError:  # weakly referenced: it stays real, and the resume point detects the change
             with torch.no_grad():
                 target.detach().zero_()
 
-    # -- gradients ----------------------------------------------------------------------------------------------------------
+    # -- gradients ------------------------------------------------------------------------------------------
 
     def _requires_grad(self, tensor: Any) -> bool:
         return bool(tensor.sources) if type(tensor) is Skeleton else tensor.requires_grad
@@ -313,7 +325,7 @@ class Skeletons:
     def _backward(self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
-    # -- others -------------------------------------------------------------------------------------------------------------
+    # -- other functions ------------------------------------------------------------------------------------
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         func = torch.Tensor.to if not (args and isinstance(args[0], str) and args[0].startswith("torch.")) else torch.Tensor.type
@@ -324,7 +336,7 @@ class Skeletons:
 
 
     def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """`torch.tensor` looks into lists by itself."""
+        """Build a fake tensor: `torch.tensor` would read the list elements itself."""
         if isinstance(data, torch.Tensor):
             return self.answered(torch.as_tensor, (data, *args), kwargs)
         zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, data)
@@ -332,12 +344,12 @@ class Skeletons:
 
 
 def _has_order(index: Any) -> bool:
-    """Whether somebody takes rows by a list of their numbers."""
+    """Whether an index selects rows by a list of their numbers."""
     return any(isinstance(each, list) or getattr(each, "ndim", 0) > 0 for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def _any_place(index: Any) -> Any:
-    """A number in a tensor chooses one place: which one is nothing to the shape."""
+    """Replace a 0-dim integer tensor index by 0: the shape does not depend on its value."""
     if isinstance(index, tuple):
         return tuple(map(_any_place, index))
     return 0 if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point() else index
@@ -359,7 +371,9 @@ def _name_of(func: Any) -> str:
 
 
 def _key(values: tuple | list) -> Any:
-    """Of arguments: what a result's shape may depend on. Raises TypeError where something in them is no key."""
+    """Return a key of the arguments that can affect a result's shape. Raises TypeError for unhashable
+        ones.
+        """
     parts: list[Any] = []
     for value in values:
         found = type(value)
@@ -367,7 +381,7 @@ def _key(values: tuple | list) -> Any:
             parts.append(value.meta)
         elif found is int or found is str or value is None:
             parts.append(value)
-        elif found is bool or found is float:  # 1, 1.0 and True are one key
+        elif found is bool or found is float:  # 1, 1.0 and True are equal as keys
             parts.append((found, value))
         elif isinstance(value, torch.Tensor):
             parts.append(meta_of(value))

@@ -1,10 +1,11 @@
-"""DataLoaders of a program that is recorded, or brought to a save again.
+"""Records and replays the DataLoaders of a script.
 
-Recorded, an iterator tells which samples it asks for, and the shapes of its batches where they change. Played back, its sampler goes on for real, and its
-batches are skeletons of those shapes: no sample is fetched and no worker is started. At the seam it goes on with real batches: in this process by itself, with
-workers by an iterator whose workers begin as those of the first time stood (`flatout.state.carrying`).
+While recording, an iterator logs which samples it requests, and each new shape of its batches. During a
+replay its sampler runs for real, and its batches are fake tensors of those shapes: no sample is loaded and no
+worker starts. At the resume point it continues with real batches. Without workers it continues by itself.
+With workers, a new iterator starts workers in the saved state (`flatout.state.carrying`).
 
-A data set without indices, and batches that hold more than tensors, are fetched again.
+A data set without indices, and batches that hold more than tensors, are loaded again.
 """
 
 from __future__ import annotations
@@ -29,22 +30,25 @@ from flatout.replay.tape import Tape
 from flatout.state.carrying import Carried, Carrier, Find
 from flatout.state.loading import in_place
 
-BEGAN = 1  # an event; what a sampler gives is another
-FETCHED = -1  # in the place of a shape: the batch holds more than tensors
+BEGAN = 1  # an event; the output of a sampler is a different one
+FETCHED = -1  # instead of a shape: the batch holds more than tensors
 
 
 class Batches:
-    """``begins`` is called before a batch is taken. ``find`` gives the random generators that an object holds."""
+    """Hooks the DataLoader iterators.
+
+    ``begins`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
+    """
 
     def __init__(self, tape: Tape, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
         self.tape, self.ledger, self.begins, self.find = tape, ledger, begins, find
         self.iterators: list[weakref.ref[Any]] = []
         self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
-        self.fetches = False  # on the way to a save, too
-        self.skipped = 0  # batches of this process that were not fetched on the way
+        self.fetches = False  # load batches during a replay, too
+        self.skipped = 0  # batches of this process that the replay did not load
         self._shapes: list[Any] = []
         self._numbers: dict[Any, int] = {}
-        self._coming: Passing | None = None  # whose real iterator is being made
+        self._coming: Passing | None = None  # the iterator whose real counterpart is being created
 
     def install(self) -> None:
         base, many, ledger = _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, self.ledger
@@ -58,7 +62,7 @@ class Batches:
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             ledger.set(kind, "fetch", self._fetched(kind.fetch, kind is fetch._MapDatasetFetcher))
 
-    # -- an iterator --------------------------------------------------------------------------------------------------------
+    # -- iterators ------------------------------------------------------------------------------------------
 
     def _numbered(self, really: Callable) -> Callable:
         tape = self.tape
@@ -84,7 +88,8 @@ class Batches:
         @wraps(really)
         def next_index(iterator: Any) -> Any:
             index = really(iterator)
-            if tape.hears and (iterator._dataset_kind == 0 or not iterator._num_workers):  # workers without indices end in any order
+            # workers of iterable data sets finish in any order
+            if tape.hears and (iterator._dataset_kind == 0 or not iterator._num_workers):
                 tape.event(_order(index))
             return index
 
@@ -102,7 +107,7 @@ class Batches:
         return take
 
     def _fetched(self, really: Callable, by_index: bool) -> Callable:
-        """In this process, without workers."""
+        """Wrap the fetch of a process without workers."""
         tape = self.tape
 
         @wraps(really)
@@ -122,10 +127,10 @@ class Batches:
 
         return fetch_heard
 
-    # -- shapes of batches --------------------------------------------------------------------------------------------------
+    # -- shapes of batches ----------------------------------------------------------------------------------
 
     def _note(self, batch: Any) -> int:
-        """The number of its shape goes to the tape, and the shape itself where it is new."""
+        """Log the number of a batch's shape, and the shape itself when it is new."""
         metas = _metas_of(batch)
         number = FETCHED if metas is None else self._numbers.get(metas)
         if number is None:
@@ -137,7 +142,7 @@ class Batches:
         return number
 
     def _played(self) -> Any:
-        """A batch without values; None where it has to be fetched."""
+        """Return a fake batch; None if the batch must be loaded."""
         tape = self.tape
         number = tape.take(2)
         if number == FETCHED:
@@ -148,10 +153,10 @@ class Batches:
             self._numbers[_metas_of(_made(told))] = number
         return _made(self._shapes[number])
 
-    # -- with workers -------------------------------------------------------------------------------------------------------
+    # -- loader workers -------------------------------------------------------------------------------------
 
     def _carries(self, really: Callable) -> Callable:
-        """Workers tell how they stand."""
+        """Make workers report their state."""
         tape = self.tape
 
         @wraps(really)
@@ -211,10 +216,10 @@ class Batches:
 
         return get_iterator
 
-    # -- a place, and the seam ----------------------------------------------------------------------------------------------
+    # -- checkpoint and resume point ------------------------------------------------------------------------
 
     def place(self) -> dict[str, Any]:
-        """How the workers stand, by the number of their iterator; asked for between two batches."""
+        """Return the worker states by the number of their iterator; call it between two batches."""
         found = {}
         for number, ref in enumerate(self.iterators):
             iterator = ref()
@@ -224,28 +229,28 @@ class Batches:
         return {"workers": found, "fetched": sorted(self.fetched)}
 
     def waiting(self) -> list[Any]:
-        """Tensors of batches that real workers have made already, and nobody has taken."""
+        """Return tensors of batches that real workers have finished and the script has not taken yet."""
         tasks = [task for ref in self.iterators if (iterator := ref()) is not None for task in vars(iterator).get("_task_info", {}).values()]
         return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
 
     def go_on(self, place: dict[str, Any]) -> list[str]:
-        """Iterators that were brought here become real. What cannot, in words."""
+        """Replace replayed iterators by real ones. Return the reasons for those that cannot be replaced."""
         said = []
         for number, ref in enumerate(self.iterators):
             iterator = ref()
             if type(iterator) is Passing:
                 stood = place["workers"].get(number)
                 if stood is None:
-                    continue  # it had come to its end, and the program still holds it
+                    continue  # exhausted, but the script still holds it
                 if stood["given"] != iterator.given:
-                    said.append(f"a loader with workers had given {stood['given']} batches when it was saved, and {iterator.given} now")
+                    said.append(f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now")
                     continue
                 iterator.becomes_real(stood["standing"])
         return said
 
 
 class Passing(_BaseDataLoaderIter):
-    """Of a DataLoader with workers, while none are needed: its sampler runs as far ahead as for them."""
+    """Iterator of a DataLoader with workers during a replay: its sampler runs as far ahead as usual."""
 
     def __init__(self, batches: Batches, loader: Any) -> None:
         self.batches, self.loader = batches, weakref.ref(loader)
@@ -258,7 +263,7 @@ class Passing(_BaseDataLoaderIter):
     def _start(self, loader: Any) -> None:
         super()._reset(loader, True)
         self.given, self._asked = 0, deque[Any]()
-        self._since_first: deque[Any] = deque(maxlen=loader.num_workers)  # what was given last
+        self._since_first: deque[Any] = deque(maxlen=loader.num_workers)  # the last batches returned
         for _ in range(self.ahead):
             self._ask()
 
@@ -269,7 +274,7 @@ class Passing(_BaseDataLoaderIter):
             pass
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Another epoch of persistent workers."""
+        """Start another epoch of persistent workers."""
         if self.real is not None:
             self.real._reset(loader, first_iter)
         else:
@@ -287,7 +292,7 @@ class Passing(_BaseDataLoaderIter):
 
     @property
     def again(self) -> int:
-        """Batches that are fetched again so that each worker has its turn where it had it."""
+        """Number of batches to load again, so that each worker continues at its turn."""
         return self.given % self._num_workers
 
     def becomes_real(self, standing: list[Any]) -> None:
@@ -310,7 +315,7 @@ class Passing(_BaseDataLoaderIter):
 
 
 class _Left:
-    """In the place of a sampler: what is left of one."""
+    """Sampler over the remaining indices of another one."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
         self.indices = indices
@@ -320,7 +325,7 @@ class _Left:
 
 
 def _metas_of(batch: Any) -> Any:
-    """The shape of a batch as a key; None where it holds more than tensors."""
+    """Return the shapes of a batch as a key; None if it holds more than tensors."""
     kind = type(batch)
     if kind is torch.Tensor or kind is Skeleton:
         return (batch.shape, batch.stride(), batch.dtype, batch.device) if batch.layout is torch.strided else None
@@ -334,7 +339,7 @@ def _metas_of(batch: Any) -> Any:
 
 
 def _told(batch: Any) -> Any:
-    """As JSON: tensors are objects, lists, tuples and dicts say what they are."""
+    """Describe a batch as JSON: tensors are objects; lists, tuples and dicts name their type."""
     if isinstance(batch, torch.Tensor):
         return {"shape": list(batch.shape), "strides": list(batch.stride()), "dtype": str(batch.dtype).removeprefix("torch."), "device": str(batch.device)}
     if isinstance(batch, dict):
@@ -353,7 +358,10 @@ def _made(told: Any) -> Any:
 
 
 def _order(index: Any) -> int:
-    """What a sampler has given, as a number that is the same in each process: those of None and of objects are not."""
+    """Hash the output of a sampler.
+
+    None and other objects are excluded: their hashes differ between processes.
+    """
     if isinstance(index, list):
         kinds = set(map(type, index))
         return hash(tuple(index)) if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds) else BEGAN

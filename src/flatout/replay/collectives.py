@@ -1,10 +1,12 @@
-"""What the ranks of one program say to each other, while they are recorded, or brought to a save again.
+"""Records and replays the communication between the ranks of a script.
 
-Recorded, collectives are counted: the saves of all ranks are of one moment where each group has met equally often. Played back, no rank waits for another: what
-a collective would have written has no values, and `DistributedDataParallel` is the module that it wraps. What was said before the training began is said again.
+While recording, collectives are counted per group. Checkpoints of all ranks belong to the same moment if the
+counts of each group agree. During a replay no rank waits for another: the output of a collective is a fake
+tensor, and `DistributedDataParallel` only calls the module that it wraps. Communication before training is
+repeated for real.
 
-`DistributedDataParallel` puts gradients into buckets in the order in which its first backward pass has brought them. In which order ranks are summed depends on
-where in its bucket a gradient lies, so at the seam the buckets are made as they were.
+`DistributedDataParallel` assigns gradients to buckets in the order of its first backward pass. The position
+in a bucket decides in which order ranks are summed, so the buckets are restored at the resume point.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ NOTHING_WRITTEN = ("barrier", "monitored_barrier")
 
 
 class Collectives:
-    """``counts``: of each group by its name, how often it has met."""
+    """Counts and replays collectives. ``counts``: the number of collectives of each group, by name."""
 
     def __init__(self, tape: Tape, skeletons: Skeletons, ledger: Ledger) -> None:
         self.tape, self.skeletons = tape, skeletons
         self.counts: dict[str, int] = {}
-        self.begun: dict[str, int] | None = None  # as the training began
+        self.begun: dict[str, int] | None = None  # counts at the start of training
         self._under_way: list[Any] = []
         self._why_not: dict[str, None] = {}
         self._wrappers: list[weakref.ref[Any]] = []  # in the order of their first forward passes
@@ -57,17 +59,17 @@ class Collectives:
         self.begun = dict(self.counts)
 
     def met(self) -> dict[str, Any]:
-        """As JSON; equal on all ranks of a group where their saves are of one moment."""
+        """Return the counts as JSON; ranks whose checkpoints belong together have equal counts."""
         return {"met": dict(self.counts), "begun": dict(self.begun or {})}
 
     def unsound(self) -> list[str]:
         self._prune()
         unsettled = any((wrapper := ref()) is not None and _may_change(wrapper) for ref in self._wrappers)
-        return [*self._why_not, *(["its ranks are in the middle of a collective"] if self._under_way else []),
-                *(["its ranks have not settled yet in which order they exchange gradients"] if unsettled else [])]
+        return [*self._why_not, *(["a collective is still in progress"] if self._under_way else []),
+                *(["DistributedDataParallel has not rebuilt its gradient buckets yet"] if unsettled else [])]
 
     def place(self) -> list[list[list[int]] | None]:
-        """Of each wrapper the numbers of the parameters in each bucket; None where it is gone, or has those that it began with."""
+        """Return the parameter numbers per bucket of each wrapper; None if it is gone or unchanged."""
         return [_buckets_of(wrapper) if (wrapper := ref()) is not None else None for ref in self._wrappers]
 
     def go_on(self, place: list[list[list[int]] | None]) -> None:
@@ -107,17 +109,20 @@ class Collectives:
         @wraps(really)
         def tell(group: Any, *args: Any, **kwargs: Any) -> Any:
             if self.tape.hears:
-                self._why_not["its ranks send to single others"] = None
+                self._why_not["its ranks use point-to-point communication"] = None
             return really(group, *args, **kwargs)
 
         return tell
 
     def _through_a_hook(self, really: Callable) -> Callable:
-        """What it remembers from one backward pass to the next (PowerSGD: what it has not sent yet) nobody could put back."""
+        """Record a communication hook.
+
+        The state it keeps between backward passes cannot be restored (PowerSGD: the gradients not yet sent).
+        """
         @wraps(really)
         def register(module: Any, state: object, hook: Callable) -> None:
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
-                self._why_not["its ranks exchange gradients through a hook that has a state of its own"] = None
+                self._why_not["its DistributedDataParallel communication hook has state"] = None
             self._hooks[module] = state, hook
             really(module, state, hook)
 
@@ -130,7 +135,7 @@ class Collectives:
                 self._wrappers.append(weakref.ref(module))
             if not self.tape.going:
                 return really(module, *inputs, **kwargs)
-            if module.device_ids:  # it brings its inputs there
+            if module.device_ids:  # it moves its inputs there
                 place = torch.device(module.device_type, module.device_ids[0])
                 inputs, kwargs = pytree.tree_map(lambda each: each.to(place) if isinstance(each, torch.Tensor) else each, (inputs, kwargs))
             return module.module(*inputs, **kwargs)
@@ -144,14 +149,17 @@ def _buckets_of(wrapper: Any) -> list[list[int]] | None:
 
 
 def _may_change(wrapper: Any) -> bool:
-    """Whether buckets will be made anew after the next backward pass; between two ranks it makes no difference where in a bucket a gradient lies."""
+    """Whether the buckets will be rebuilt after the next backward pass.
+
+    With two ranks, the position in a bucket has no effect.
+    """
     if torch.distributed.get_world_size(wrapper.process_group) <= 2 or (wrapper.find_unused_parameters and not wrapper.static_graph):
         return False
     return _buckets_of(wrapper) is None
 
 
 def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
-    """As `DistributedDataParallel.__setstate__` does it, with buckets that are known."""
+    """Restore known buckets, as `DistributedDataParallel.__setstate__` does."""
     parameters, sparse = wrapper._build_params_for_reducer()
     ledger = Ledger()
     ledger.set(torch.distributed, "_compute_bucket_assignment_by_size", lambda *about: (buckets[::-1], [wrapper.bucket_bytes_cap] * len(buckets)))
@@ -165,7 +173,7 @@ def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
 
 
 class Done:
-    """In the place of the handle of a collective that was skipped."""
+    """Stands in for the work handle of a skipped collective."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

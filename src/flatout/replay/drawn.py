@@ -1,4 +1,7 @@
-"""Orders and rows of samples that no variable leads to: `for rows in data[torch.randperm(n)].split(16)` holds them where nobody can look."""
+"""Finds sample orders and selected rows that no variable holds.
+
+An example is `for rows in data[torch.randperm(n)].split(16)`: only the running loop holds the rows.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,20 @@ from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.replay.tape import Tape
 
-DRAWN = "drawn "  # so their names begin
+DRAWN = "drawn "  # prefix of their names
 
-# torch keeps the set of its functions that make tensors from the first call on: it must hold torch's own, before any of them is wrapped. Else
-# `torch.set_default_device` leaves alone what a wrapper calls.
+# torch caches the set of its functions that make tensors at the first call. The set must hold torch's own
+# functions, so fill it before any of them is wrapped. Otherwise `torch.set_default_device` ignores what a
+# wrapper calls.
 _device_constructors()
 
 
 class Drawn:
-    """Those that the program's own code has drawn, or taken by an order, while something is left of them: by the way that it had gone, and the place in its
-    code, which are the same in both lives."""
+    """Holds orders and rows that the script's own code has drawn or selected, as long as they are alive.
+
+    Each is identified by the hash of the control flow and the place in the code, which are the same in both
+    runs.
+    """
 
     def __init__(self, tape: Tape, ledger: Ledger) -> None:
         self.tape, self.ledger = tape, ledger
@@ -39,7 +46,7 @@ class Drawn:
         return {f"{DRAWN}{name}": rows for name, rows in sorted(self._living.items())}
 
     def taken(self, rows: Any, caller: FrameType) -> None:
-        """``rows``: None for some that have no values on the way."""
+        """Register selected rows. ``rows``: None for rows without values during a replay."""
         if self.tape.hears and is_users(caller.f_code.co_filename):
             self._count = self._count + 1 if self.tape.flow == self._way else 0
             self._way = self.tape.flow

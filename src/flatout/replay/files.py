@@ -1,8 +1,11 @@
-"""The files that a program writes and reads, so that it writes none of them twice, and reads what it read the first time.
+"""Tracks the files of a script, so that it writes nothing twice and reads the same content again.
 
-Recorded: which files and folders it has made, which it has written to, how the files stood that it read. On its way to a save it does not see what it has made
-already, and writes into a folder of ours instead. At the seam its open files are the real ones again: what they were appended after the save is cut off, since
-the program will write it again. What it has made after the save goes aside; what it has written anew since may not be read before it is written again.
+While recording, it notes three things: the files and folders that the script creates, the files that it
+writes, and the size and time of the files that it reads. During a replay the script does not see its own
+earlier files, and its writes go into a folder of flatout. At the resume point its open files become the real
+ones. What they got after the checkpoint is cut off, since the script writes it again. Files created after the
+checkpoint are moved away. A file that was rewritten after the checkpoint must not be read before the script
+writes it again.
 """
 
 from __future__ import annotations
@@ -30,33 +33,40 @@ from flatout.replay.kept import Kept, end_of, how_it_stands, put_aside
 from flatout.replay.listings import Listings
 from flatout.replay.tape import Tape
 
-READS = 4096  # files that are remembered
+READS = 4096  # maximum number of tracked files
 
 
 class Files:
-    """``folder``: where a list of what was made lies, and the files of a replay. ``refuse`` does not return. ``found`` is told of a file
-    that the program has looked for before it trained, and saves to: it knows how to resume."""
+    """Tracks files while recording and redirects them during a replay.
+
+    ``folder``: holds the list of created files, and the files of a replay. ``refuse`` does not return.
+    ``found`` is called with a file that the script looks for before training and saves to: such a script
+    resumes by itself.
+    """
 
     def __init__(self, folder: Path, tape: Tape, refuse: Callable[[str], NoReturn], found: Callable[[str], None]) -> None:
         self.folder, self.tape, self.refuse, self.found = folder, tape, refuse, found
         self.list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
         self.made: list[str] = []
-        self.written: dict[str, str] = {}  # path -> how it was opened last
-        self.reads: dict[str, list[list[int]]] = {}  # path -> size, time and how often it was read like that
-        self.future: set[str] = set()  # what was written after the save, and may not be read before it is written again
-        self.looked: set[str] = set()  # files that it looked for before it began to train
-        self.states: set[str] = set()  # what it has written by torch.save
+        self.written: dict[str, str] = {}  # path -> mode of the last open
+        self.reads: dict[str, list[list[int]]] = {}  # path -> size, time and number of reads in this state
+        # written after the checkpoint: not to be read before it is written again
+        self.future: set[str] = set()
+        self.looked: set[str] = set()  # files that the script looked for before training
+        self.states: set[str] = set()  # files written by torch.save
         self._looking = Ledger()
         self._awaited: AfterImport | None = None
         self._played: dict[str, int] = {}
-        self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # handle -> path of what is written through it
-        self.hollow: set[str] = set()  # saved by torch on the way: in the shelter there is an empty file in their place
+        # handle -> path of the written file
+        self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # saved by torch during the replay: the sandbox has an empty file instead
+        self.hollow: set[str] = set()
         self.kept = Kept(Path(f"{folder}.kept"))
         self._why_not: dict[str, None] = {}
         self._ledger = Ledger()
 
-    # -- both ---------------------------------------------------------------------------------------------------------------
+    # -- recording and replaying ----------------------------------------------------------------------------
 
     def install(self) -> None:
         ledger = self._ledger
@@ -73,22 +83,23 @@ class Files:
         elif self._awaited is None:
             self._awaited = AfterImport({"safetensors.torch": self._heard_too})
             sys.meta_path.insert(0, self._awaited)
-        pickle: Any = sys.modules["pickle"]  # torch has imported it and the next; that it writes is heard, nothing is read with it
+        # already imported by torch, like the next; only writes are hooked
+        pickle: Any = sys.modules["pickle"]
         started: Any = sys.modules["subprocess"]
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
-        ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))
+        ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs during training"))
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
-        ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
-        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))
+        ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs during training"))
+        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True))
 
     def _heard_too(self, writer: Any) -> None:
         for name in ("save_file", "save_model"):
             self._ledger.set(writer, name, self._saved(getattr(writer, name)))
 
     def looks(self) -> None:
-        """Until the training begins: which files it looks for."""
+        """Observe which files the script looks for until training starts."""
         self._looking.set(os, "stat", self._looked_for(os.stat))
 
     def begins(self) -> None:
@@ -105,7 +116,7 @@ class Files:
         return stat
 
     def _hears(self, path: Any) -> str | None:
-        """The one name of a file of the program's; None for what is nobody's business."""
+        """Return the canonical name of a file of the script; None for a file that is not tracked."""
         if not self.tape.hears or self.overlay.busy or self.overlay.is_outside(path) or is_library(path):
             return None
         return self.overlay.key(path)
@@ -119,7 +130,7 @@ class Files:
             if set(str(mode)) & set("wax+"):
                 self._writes(key, str(mode))
                 if "r" in str(mode):
-                    self._why_not["it changes parts of a file"] = None
+                    self._why_not["it modifies part of a file in place"] = None
                 handle = really(file, mode, *args, **kwargs)
                 self._open[handle] = key
                 return handle
@@ -129,7 +140,7 @@ class Files:
         return open_heard
 
     def _reaches_out(self, really: Callable, why: str, always: bool = False) -> Callable:
-        """``always``: also before the training begins."""
+        """Wrap a function with effects outside the process. ``always``: also before training."""
         @wraps(really)
         def reach(*args: Any, **kwargs: Any) -> Any:
             if self.tape.hears and (self.tape.steps or always):
@@ -142,17 +153,17 @@ class Files:
         @wraps(really)
         def mapped(kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             if self.tape.hears and mode not in ("r", "c", "readonly", "copyonwrite"):
-                self._why_not["it changes parts of a file"] = None
+                self._why_not["it modifies part of a file in place"] = None
             return really(kind, filename, dtype, mode, *args, **kwargs)
 
         return mapped
 
     def unsound(self) -> list[str]:
-        """Why what the program does outside of itself could not be gone on with."""
+        """Return why the script's effects outside the process prevent an exact resume."""
         return list(self._why_not)
 
     def _dumped(self, really: Callable) -> Callable:
-        """A file that is written on the way is thrown away."""
+        """Discard files that are written during a replay."""
         @wraps(really)
         def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             if not (self.tape.going and self.tape.hears and file in self._open):
@@ -219,14 +230,14 @@ class Files:
 
     def _writes(self, key: str, mode: str) -> None:
         if key in self.future and "a" in mode:
-            self.refuse(f"the program adds to {os.path.relpath(key)}, which it had written anew after the save that it goes on from")
+            self.refuse(f"the script appends to {os.path.relpath(key)}, which it rewrote after the checkpoint")
         self.written[key] = mode
         self.future.discard(key)
         self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
             if there and not self.tape.going and "w" in mode and key in self.kept.names and key not in self._open_now():
-                os.unlink(key)  # what was in it at the last save has another name
+                os.unlink(key)  # a hard link keeps its content of the last checkpoint
         if not there and not self.tape.going:
             self._makes(key)
 
@@ -242,24 +253,27 @@ class Files:
 
     def _read(self, key: str) -> None:
         if self.tape.going and self.overlay.moved.get(key, "") is None:
-            return  # it is not there yet
+            return  # does not exist yet
         with self.overlay.looking():
             stands = how_it_stands(key)
         if self.tape.going:
             self._read_again(key, stands)
             return
         if key in self.future:
-            self.refuse(f"the program reads {os.path.relpath(key)}, which it had written after the save that it goes on from")
+            self.refuse(f"the script reads {os.path.relpath(key)}, which it wrote after the checkpoint")
         known = self.reads.get(key)
         if known and known[-1][:2] == stands:
             known[-1][2] += 1
         elif known is not None or len(self.reads) < READS:
             self.reads.setdefault(key, []).append([*stands, 1])
 
-    # -- a save -------------------------------------------------------------------------------------------------------------
+    # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Between two steps. What lies in the program's own buffers is written out, so that the length of a file is its length."""
+        """Return the file state between two steps.
+
+        Buffers are flushed first, so that each file has its full size.
+        """
         for handle in list(self._open):
             if not handle.closed:
                 handle.flush()
@@ -271,16 +285,16 @@ class Files:
                 "written": written, "kept": dict(self.kept.names)}
 
     def ended(self) -> None:
-        """Nobody goes on from here."""
+        """Delete everything: the script has finished and nothing resumes from here."""
         self._ledger.restore()
         self.list.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.kept.ended()
 
-    # -- playing back -------------------------------------------------------------------------------------------------------
+    # -- replaying ------------------------------------------------------------------------------------------
 
     def play(self, state: dict[str, Any]) -> None:
-        """Nothing that the program has made is seen, until it makes it again."""
+        """Hide everything that the script has created, until it creates it again."""
         self.reads = state["reads"]
         shutil.rmtree(self.folder, ignore_errors=True)
         shelter = Shelter(str(self.folder), self._ledger)
@@ -297,7 +311,10 @@ class Files:
             return []
 
     def _as_if_saved(self, key: str | None) -> None:
-        """What is on the disk is what the program has written, or what it wrote later; on the way it may be moved and removed like any file."""
+        """Put an empty file into the sandbox: the real content is on the disk already.
+
+        During a replay it can be moved and removed like any other file.
+        """
         if key is not None:
             target = self.overlay.writing(key, "w")
             with self.overlay.looking(), open(target, "wb"):
@@ -305,22 +322,22 @@ class Files:
 
     def _read_again(self, key: str, stands: list[int]) -> None:
         if self.overlay.moved.get(key) is not None and key not in self.hollow:
-            return  # it reads what it has written on this way
+            return  # written by this replay itself
         number, reads = self._played.get(key, 0), self.reads.get(key, [])
         self._played[key] = number + 1
         for *stood, times in reads:
             if number < times:
                 if stood != stands:
-                    self.refuse(f"{os.path.relpath(key)} has changed since the program read it")
+                    self.refuse(f"{os.path.relpath(key)} has changed since the script read it")
                 return
             number -= times
 
     def come_out(self) -> None:
-        """Paths lead to the real files again."""
+        """Resolve paths to the real files again."""
         self._ledger.restore()
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """The real files take the place of those that were written on the way."""
+        """Replace the files of the replay by the real ones."""
         handles = [handle for handle in self._open if not handle.closed]
         aside = Path(f"{self.folder}.after")
         made, all_made = state["made"], self._all_made()
@@ -351,7 +368,7 @@ class Files:
             os.dup2(real, handle.fileno())
             os.close(real)
         except OSError as error:
-            self.refuse(f"{os.path.relpath(key)} cannot be opened any more: {error.strerror}")
+            self.refuse(f"{os.path.relpath(key)} cannot be reopened: {error.strerror}")
 
 
 def is_library(path: Any) -> bool:

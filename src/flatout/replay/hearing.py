@@ -1,7 +1,7 @@
-"""What comes from tensors and clocks to Python, heard at torch's own functions and at those of `time`.
+"""Hooks the functions of torch and `time` that return values to Python.
 
-While a program trains, each such value goes to the tape. While it is brought to a save again, it comes from there. A shape that depends on values (`nonzero`, a
-mask as an index) comes the same way.
+While recording, each such value is added to the value log. During a replay it is read from there. Shapes that
+depend on values (`nonzero`, indexing with a mask) are handled the same way.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__
 SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
           "ctime", "localtime", "gmtime", "asctime")
-# The order of samples follows from a seed, which is heard, or from a generator of the program's own.
+# The sample order follows from a seed, which is recorded, or from a generator of the script.
 FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
-datetime: Any = sys.modules["datetime"]  # torch has imported it
+datetime: Any = sys.modules["datetime"]  # already imported by torch
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
 
 class Hearing:
-    """``comes_from`` tells a skeleton what it was computed from; ``taken`` is told of what was taken from a tensor that is there, and by whose code."""
+    """Records and replays values that reach Python.
+
+    ``comes_from`` sets the gradient sources of a fake tensor. ``taken`` is called with what was selected from
+    a real tensor, and with the calling frame.
+    """
 
     def __init__(self, tape: Tape, ledger: Ledger, comes_from: Callable[[Any, Iterable[Any]], Any], taken: Callable[[Any, FrameType], None]) -> None:
         self.tape, self.ledger, self.comes_from, self.taken = tape, ledger, comes_from, taken
@@ -76,7 +80,7 @@ class Hearing:
                 self.ledger.set(clocks, name, clock)
         self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
         known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
-        for module in users_modules():  # what the program has taken from there before it imported torch
+        for module in users_modules():  # names the script imported before torch
             for name, value in list(vars(module).items()):
                 for really, heard in known:
                     if value is really:
@@ -90,15 +94,17 @@ class Hearing:
 
         @wraps(really)
         def sleep(seconds: float) -> None:
-            if not (tape.going and tape.hears and is_users(sys._getframe(1).f_code.co_filename)):  # it has slept already
+            # no need to sleep again
+            if not (tape.going and tape.hears and is_users(sys._getframe(1).f_code.co_filename)):
                 really(seconds)
 
         return sleep
 
     def _imports(self, really: Callable) -> Callable:
-        """The user's own files get a `datetime` whose readings are heard; all others, pickles among them, have the real one."""
+        """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
         @wraps(really)
-        def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # torch imports something in each step
+        # called often: torch imports in each step
+        def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
             found = really(name, globals, locals, fromlist, level)
             if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
                 return found
@@ -112,13 +118,13 @@ class Hearing:
         return self._dates[name]
 
     def _calendar(self) -> types.ModuleType:
-        """`datetime` as the user's own files see it."""
+        """Return `datetime` as the user's own files see it."""
         if self._heard is None:
             self._heard = types.ModuleType("datetime")
             vars(self._heard).update({**vars(datetime), **{name: self._dated(name) for name in DATES}})
         return self._heard
 
-    # -- wrappers -----------------------------------------------------------------------------------------------------------
+    # -- wrappers -------------------------------------------------------------------------------------------
 
     def _value(self, really: Callable) -> Callable:
         tape, here = self.tape, threading.get_ident
@@ -128,9 +134,9 @@ class Hearing:
         def heard(*args: Any, **kwargs: Any) -> Any:
             if tape.deaf or here() != tape.main:
                 return really(*args, **kwargs)
-            caller = _past_us(sys._getframe(1))  # a lever may have put a function in the place of this one
+            caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
             if caller.f_code is follows:
-                tape.deaf = 1  # a mode calls us again
+                tape.deaf = 1  # a mode calls this function again
                 try:
                     return really(*args, **kwargs)
                 finally:
@@ -162,15 +168,15 @@ class Hearing:
         if any(isinstance(each, Skeleton) for each in (*args, *kwargs.values())):
             if shares:
                 return value
-            tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")
+            tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps")
         tape.deaf = 1
         try:
-            again = really(*args, **kwargs)  # of a tensor that is there: an array shares its memory
+            again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
         finally:
             tape.deaf = 0
         if type(value) is Large:
             if zlib.crc32(encoded(again)[1]) != value.digest:
-                tape.refuse(f"in step {tape.steps + 1} {really.__name__}() gives Python other values than the first time, and too many to have been kept")
+                tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal")
             return again
         return again if encoded(again) == encoded(value) else value
 
@@ -203,16 +209,16 @@ class Hearing:
 
     def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
         found = self.shaped_again(at)
-        if self.tape.began:  # tensors may be there that were drawn after other draws than the first time
+        if self.tape.began:  # random tensors may differ from the first run
             return found
         with self.tape.unheard:
             again = really(*args, **kwargs)
         if [each.shape for each in pytree.tree_leaves(again)] != [each.shape for each in pytree.tree_leaves(found)]:
-            self.tape.refuse(f"in step {self.tape.steps + 1} it finds another number of places in a tensor than the first time")
+            self.tape.refuse(f"in step {self.tape.steps + 1} nonzero() or a mask selects another number of elements than in the first run")
         return again
 
     def shaped_again(self, at: int) -> Any:
-        """A skeleton, or several, of the shape that came from ``at`` in the code the first time."""
+        """Return fake tensors of the shapes recorded at ``at`` in the code."""
         shapes = self.tape.take(at)
         if isinstance(shapes, Exception):
             raise shapes
@@ -220,7 +226,7 @@ class Hearing:
         return found[0] if not shapes[0] else tuple(found)
 
     def _made_of(self, really: Callable) -> Callable:
-        """A tensor of a list with tensors in it: what it asks those of steers nothing."""
+        """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
         tape, here = self.tape, threading.get_ident
 
         @wraps(really)
@@ -233,7 +239,7 @@ class Hearing:
         return made
 
     def _packed(self, really: Callable) -> Callable:
-        """Sequences of several lengths, packed: the lengths say how many are how long, and that many are computed with."""
+        """Wrap sequence packing: the recorded lengths give the batch sizes, which decide the computation."""
         tape, here = self.tape, threading.get_ident
 
         @wraps(really)
@@ -251,13 +257,13 @@ class Hearing:
             if not tape.going:
                 tape.put(sizes, at)
             elif tape.take(at) != sizes:
-                tape.refuse(f"in step {tape.steps + 1} it packs sequences of other lengths than the first time")
+                tape.refuse(f"in step {tape.steps + 1} it packs sequences of other lengths than in the first run")
             return found
 
         return pack
 
     def _places(self, really: Callable) -> Callable:
-        """With a condition alone it gives as many places as there are."""
+        """Wrap `where`: with only a condition, its result has one row per true element."""
         @wraps(really)
         def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs or not self.tape.hears:
@@ -267,7 +273,7 @@ class Hearing:
         return where
 
     def _classes(self, really: Callable) -> Callable:
-        """Without a number of classes it has as many as there are."""
+        """Wrap `one_hot`: without a number of classes, the values decide the shape."""
         @wraps(really)
         def one_hot(tensor: Any, num_classes: int = -1) -> Any:
             if num_classes != -1 or not self.tape.hears:
@@ -277,7 +283,7 @@ class Hearing:
         return one_hot
 
     def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
-        """Of tensors that are there; those that a training computes are answered (`flatout.replay.answers`)."""
+        """Index a real tensor with a mask; `flatout.replay.answers` handles computed tensors."""
         tape = self.tape
         if tape.deaf or threading.get_ident() != tape.main:
             return really()
@@ -294,7 +300,10 @@ def _past_us(frame: FrameType) -> FrameType:
 
 
 class Clock:
-    """A function of `time`, as the program's own code reads it. No Python function: as an attribute of a class that would become a method."""
+    """A function of `time` with recorded results for the script's own code.
+
+    It is no Python function, which would become a method as a class attribute.
+    """
 
     def __init__(self, really: Callable, tape: Tape) -> None:
         self._really, self._tape = really, tape
@@ -314,7 +323,7 @@ class Clock:
 
 
 def _dated(really: Any, readings: tuple[str, ...], tape: Tape) -> Any:
-    """A class of `datetime` whose own readings of the clock are heard; to everybody else it is the same class."""
+    """Return a class of `datetime` that records its clock readings and passes type checks."""
 
     class Same(type):
         def __instancecheck__(cls, thing: Any) -> bool:

@@ -1,6 +1,7 @@
-"""Files that a program has written, as they were at a save.
+"""Restores files that a script has written to their content at a checkpoint.
 
-What is closed gets another name, so that what is in it comes back after it was written anew; nothing is copied. What was only added to since is cut off.
+A hard link preserves the content of each closed file, so it survives a rewrite; nothing is copied. Bytes
+appended after the checkpoint are cut off.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from pathlib import Path
 
 MOST = 4096  # files
 END_BYTES = 1 << 12
-SAVES = 3  # so many of the last ones can be gone on from
+SAVES = 3  # checkpoints to resume from: the last ones
 
 
 class Kept:
-    """``folder``: where the other names lie, on the disk of the files."""
+    """``folder``: holds the hard links, on the disk of the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.names: dict[str, str] = {}  # path -> another name for what was in it at the last save
+        self.names: dict[str, str] = {}  # path -> name of the hard link to its content at the last checkpoint
         self._of_saves: list[set[str]] = []
 
     def keep(self, paths: Iterable[str]) -> None:
-        """Give what is in these now another name. What only older saves need has none from here on."""
+        """Link the present content of these files. Links that only older checkpoints need are removed."""
         self.names = {}
         for path in paths:
             if len(self.names) >= MOST:
@@ -40,7 +41,7 @@ class Kept:
                         os.link(path, name)
                     self.names[path] = name.name
             except OSError:
-                continue  # another disk, or gone
+                continue  # on another disk, or deleted
         self._of_saves = [set(self.names.values()), *self._of_saves[:SAVES - 1]]
         wanted = set().union(*self._of_saves)
         for name in self.folder.glob("*"):
@@ -48,12 +49,15 @@ class Kept:
                 name.unlink(missing_ok=True)
 
     def goes_on(self, names: dict[str, str]) -> None:
-        """From a save that had these. Those of saves before it stay for a while, too."""
+        """Continue from a checkpoint with these links. Links of earlier checkpoints stay for a while, too."""
         self.names = dict(names)
         self._of_saves = [set(names.values()), {name.name for name in self.folder.glob("*")}]
 
     def stands_again(self, path: str, name: str | None, mode: str, was_open: bool, end: int, *stood: int) -> bool:
-        """Bring a file back to how it stood at a save; whether that could be done. ``name``: what was in it has this one, too. ``end``: `end_of` it then."""
+        """Restore a file to its state at a checkpoint; return whether this was possible.
+
+        ``name``: the hard link to its content. ``end``: the value of `end_of` at the checkpoint.
+        """
         if how_it_stands(path) == [*stood]:
             return True
         if name is not None:
@@ -63,16 +67,16 @@ class Kept:
         size = stood[0]
         if not (was_open or "a" in mode) or not how_it_stands(path)[0] >= size >= 0 or end_of(path, size) != end:
             return False
-        os.truncate(path, size)  # what was in it then is its beginning now, so that is all of it
+        os.truncate(path, size)  # its old content is the start of its new content
         return True
 
     def _comes_back(self, path: str, name: str) -> None:
-        """In the place of what has been written anew since; where the other name is there no more, all stays."""
+        """Put the old content back in place of a rewritten file; if the link is gone, change nothing."""
         try:
             copy = Path(f"{path}.coming")
             os.link(self.folder / name, copy)
             os.replace(copy, path)
-            copy.unlink(missing_ok=True)  # where both were one file already
+            copy.unlink(missing_ok=True)  # left over if both were the same file already
         except OSError:
             pass
 
@@ -81,7 +85,7 @@ class Kept:
 
 
 def how_it_stands(path: str) -> list[int]:
-    """Length in bytes and time in ns; -1 where there is none."""
+    """Size in bytes and modification time in ns; -1 for a missing file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -90,7 +94,7 @@ def how_it_stands(path: str) -> list[int]:
 
 
 def end_of(path: str, size: int | None = None) -> int:
-    """Digest of the last bytes of a file, or of what were its last ones when it had ``size``."""
+    """Return a digest of the last bytes of a file, or of its first ``size`` bytes."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size if size is None else size
@@ -101,7 +105,7 @@ def end_of(path: str, size: int | None = None) -> int:
 
 
 def put_aside(path: str, folder: Path) -> None:
-    """What was made after the save; a folder only where it is empty."""
+    """Move away what was made after the checkpoint; remove a folder only if it is empty."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             os.rmdir(path)
@@ -109,4 +113,4 @@ def put_aside(path: str, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             os.replace(path, folder / f"{len(os.listdir(folder))}-{os.path.basename(path)}")
     except OSError:
-        pass  # what cannot be moved stays
+        pass  # keep what cannot be moved

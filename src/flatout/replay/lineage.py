@@ -1,4 +1,8 @@
-"""Which weights a tensor was computed from: so a backward pass leaves gradients, without values, where the real one left them."""
+"""Tracks from which weights a tensor was computed.
+
+With these gradient sources, a replayed backward pass leaves fake gradients where the real one leaves
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Lineage:
         return found
 
     def comes_from(self, found: Any, given: Iterable[Any]) -> Any:
-        """Skeletons among what was found know the weights among what was given."""
+        """Add the gradient sources of the inputs to the fake tensors in the result."""
         sources = self.of(list(given)) if torch.is_grad_enabled() else NOWHERE
         for each in (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ():
             if type(each) is Skeleton and each.meta[2].is_floating_point:
@@ -49,7 +53,7 @@ class Lineage:
         return found
 
     def went_backward(self, tensors: Iterable[Any], inputs: Iterable[Any] | None) -> None:
-        """Leave gradients without values where a backward pass from these would have left some."""
+        """Set fake gradients where a backward pass from these tensors would set gradients."""
         sources = NOWHERE
         for tensor in tensors:
             sources = self.union(sources, self.of(tensor))
@@ -60,7 +64,7 @@ class Lineage:
                 leaf.grad = Skeleton(meta_of(leaf))
 
     def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
-        """In the place of `torch.autograd.grad`."""
+        """Replaces `torch.autograd.grad`."""
         sources = NOWHERE
         for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
             sources = self.union(sources, self.of(output))
@@ -68,7 +72,7 @@ class Lineage:
 
 
 class ById:
-    """A tensor as a member of a set."""
+    """A tensor as a member of a set, compared by identity."""
 
     __slots__ = ("key", "tensor")
 
@@ -83,7 +87,7 @@ class ById:
 
 
 class GradFn:
-    """In the place of a node of autograd's graph."""
+    """Stands in for a node of autograd's graph."""
 
     next_functions = ()
 
@@ -100,6 +104,6 @@ class GradFn:
 
 
 class Handle:
-    """Of a hook that is not called: no backward pass comes by."""
+    """Handle of a hook that is never called, since a replay has no backward pass."""
 
     def remove(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Folders, listed without what a program has made already, and has not made again yet."""
+"""Lists folders without files that the script made in the first run and has not made again yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ os_scandir = os.scandir
 
 
 class Listings:
-    """``overlay``: knows what is not there yet."""
+    """Patches folder listings. ``overlay``: knows which files do not exist yet."""
 
     def __init__(self, overlay: Overlay) -> None:
         self.overlay = overlay
@@ -38,7 +38,7 @@ class Listings:
 
 
 class Entries:
-    """In the place of `os.scandir`."""
+    """Replaces `os.scandir`."""
 
     def __init__(self, listings: Listings, entries: Any, folder: Any) -> None:
         self.listings, self.entries, self.folder = listings, entries, folder

@@ -1,4 +1,7 @@
-"""Keeps a program from doing again what it has done already outside of itself, and from hearing there what it had not heard: printing, and the network."""
+"""Suppresses output and blocks network connections during a replay.
+
+The script must not repeat what it has done outside itself, and must not get new answers from the network.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ HERE = ("127.", "::1", "localhost")
 
 
 class Quiet:
-    """Until `ends`. ``shows``: what the program prints is shown again. ``refuse`` is called where it reaches out of the machine, and does not return."""
+    """Mutes output until `ends`.
+
+    ``shows``: output is shown again. ``refuse`` is called when the script connects to another machine; it
+    does not return.
+    """
 
     def __init__(self, refuse: Callable[[str], NoReturn], shows: bool) -> None:
         self.refuse, self.on = refuse, True
@@ -29,7 +36,7 @@ class Quiet:
             self._ledger.set(sockets.socket, "connect", self._within(sockets.socket.connect))
 
     def ends(self) -> None:
-        self.on = False  # for those who have taken a function and keep it
+        self.on = False  # for code that holds a patched function
         self._ledger.restore()
 
     def _unless(self, write: Callable[[str], int]) -> Callable[[str], int]:
@@ -45,7 +52,7 @@ class Quiet:
     def _within(self, connect: Callable) -> Callable:
         def connect_here(socket: Any, address: Any) -> Any:
             if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
-                self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")
+                self.refuse(f"the script connects to {address[0]} over the network, and the answer may differ from the first run")
             return connect(socket, address)
 
         return connect_here

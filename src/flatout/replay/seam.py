@@ -1,12 +1,13 @@
-"""What a save holds of a program beside its weights, and how a program that was brought to the place of the save becomes the one that was saved.
+"""Saves the state of a script besides its weights, and restores it at the resume point.
 
-Of each tensor that the program can reach:
+For each tensor that the script can reach, a checkpoint holds one of three things:
 
-    its values          weights, buffers, and what has been made or written to since the training began
-    its digest          what was there before and has not been written to: it is there again, and is compared
-    nothing             what is too large, or of an unusual kind: it stays without values, and whoever reads it stops the program
+    its values          weights, buffers, and tensors made or written to since training began
+    its digest          tensors made before training and not written to since: they exist again and are compared
+    nothing             tensors that are too large or of an unusual kind: they get no values, and reading one stops the script
 
-Plain values are never put back. They have come to be again by the program's own way, and are compared: one that differs shows that something was not seen.
+Plain Python values are never restored. The replay computes them again, and they are compared: a difference
+shows that some input of the script was not recorded.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from flatout.replay.skeleton import Skeleton
 from flatout.replay.world import World
 from flatout.state.randoms import random_states, set_state_of, state_of
 
-SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of what is compared otherwise: a small one is kept
-MOST_READ_BYTES = 1 << 25  # of what is compared, each time: who writes past torch is seen
-MOST_BYTES = 1 << 30  # of tensors that are no module's
+SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
+MOST_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
+MOST_BYTES = 1 << 30  # of tensors outside modules
 USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 SHOWN = 4
 
 
 class Origins:
-    """What was there when the training began."""
+    """The tensors that existed when training began."""
 
     def __init__(self, world: World, everything: bool) -> None:
-        """``everything``: also what no variable leads to."""
+        """``everything``: include tensors that no variable leads to."""
         found = {id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))}
         lazy = torch.nn.parameter.is_lazy
         self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not lazy(tensor) and not tensor.is_inference()}
         self._digests: dict[tuple[int, int], int] = {}
 
     def let_go(self) -> None:
-        """Of those that nobody else holds any more."""
+        """Drop tensors that nothing else holds any more."""
         for key in list(self._versions):
-            if sys.getrefcount(self._versions[key][0]) <= 2:  # the pair, and the asking
+            if sys.getrefcount(self._versions[key][0]) <= 2:  # the tuple and the call
                 del self._versions[key]
 
     def forget(self, tensor: Any) -> None:
-        """It is another one now."""
+        """Stop tracking a tensor: it has been replaced."""
         self._versions.pop(id(tensor), None)
 
     def unchanged(self, tensor: Any) -> bool:
@@ -58,7 +59,7 @@ class Origins:
         return known is not None and known[0] is tensor and not tensor.is_inference() and tensor._version == known[1]
 
     def digest(self, tensor: Any, anew: bool) -> int:
-        """Of its bytes; not ``anew``, taken once and a part of them each time."""
+        """Return a digest of the bytes. Without ``anew``, it is the cached digest and a sample of the bytes."""
         key = id(tensor), tensor._version
         found = self._digests.get(key)
         if found is None or anew:
@@ -67,7 +68,7 @@ class Origins:
 
 
 def living() -> list[Any]:
-    """All tensors that Python knows of."""
+    """Return all tensors known to Python's garbage collector."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
@@ -85,11 +86,11 @@ def _few(tensor: Any) -> Any:
     return bytes(_bytes_of(flat[:: max(1, flat.numel() // 1024)]))
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------
 
 
 def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list[str]]:
-    """As `flatout.state.values.pack` takes it; and why a program could not be gone on with exactly from here."""
+    """Return the state for `flatout.state.values.pack`, and the reasons against an exact resume."""
     tensors, grads, digests, left, about = {}, {}, {}, [], {}
     small = other = read = 0
     sparse = False
@@ -114,7 +115,7 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
                 continue
         tensors[path] = tensor
         about[path] = [str(tensor.device), bool(tensor.requires_grad), tensor.grad_fn is not None, list(_storage_of(tensor))]
-    unsound = [] if world.complete else ["it holds more objects than can be looked through"]
+    unsound = [] if world.complete else ["it holds more objects than can be inspected"]
     unsound += ["its gradients are sparse"] * sparse
     return {"tensors": tensors, "grads": grads, "digests": digests, "left": left, "about": about, "plain": dict(world.plain),
             "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
@@ -123,7 +124,7 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
 
 
 def _storage_of(tensor: Any) -> tuple[int, int, int]:
-    """Which memory it lies in, how large that is, and where in it."""
+    """Return the address of its memory, the size of that memory in elements, and its offset."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
 
@@ -138,17 +139,21 @@ def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
     return {"state": state, "devices": [str(leaf.device) for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]}
 
 
-# -- the seam ----------------------------------------------------------------------------------------------------------------
+# -- resume point ------------------------------------------------------------------------------------------
 
 
 class Seam:
-    """``refuse`` is called with a sentence and does not return. ``skeletons`` ends here."""
+    """Restores a saved state. ``refuse`` gets a reason and does not return. ``skeletons`` ends here."""
 
     def __init__(self, state: dict[str, Any], skeletons: Skeletons, origins: Origins, refuse: Callable[[str], NoReturn]) -> None:
         self.state, self.skeletons, self.origins, self.refuse = state, skeletons, origins, refuse
 
     def _align(self, world: World) -> None:
-        """What only a loop holds may have been held by a graph, too, which is not there now: then nobody asks for it. The other way round, nobody knows it."""
+        """Align values that only a loop holds.
+
+        In the first run a graph, which no longer exists, may have held them too; then they are not needed. An
+        extra one in this run is unknown to the checkpoint and is ignored.
+        """
         drawn = {path for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"]) if path.startswith(f"<{DRAWN}")}
         for path in drawn - set(world.tensors):
             for part in ("tensors", "digests", "grads", "about"):
@@ -158,49 +163,55 @@ class Seam:
             del world.tensors[path]
 
     def compare(self, world: World, waiting: list[Any]) -> None:
-        """Whether the program has come to what it was. Refuses where it has not. ``waiting``: tensors that are as they should be."""
+        """Reject a script that differs from its saved state. ``waiting``: tensors that are valid already."""
         before, now = self.state["plain"], world.plain
         differ = [_differs(name, value, now[name], world.leaves[name]) for name, value in before.items() if name in now and now[name] != value]
-        differ += [f"`{name}` is not there any more" for name in before if name not in now] + [f"`{name}` was not there" for name in now if name not in before]
+        differ += [f"`{name}` is missing" for name in before if name not in now] + [f"`{name}` is new" for name in now if name not in before]
         if differ:
-            self.refuse(f"the program has come to the place of the save with other values: {'; '.join(differ[:SHOWN])}{_more(differ)}")
+            self.refuse(f"at the resume point, these variables differ from the first run: {'; '.join(differ[:SHOWN])}{_more(differ)}")
         self._align(world)
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
         self._look_for_others(world, waiting)
         lost = sorted(set(paths) ^ set(world.tensors))
         if lost:
-            self.refuse(f"the program has come to the place of the save with other tensors: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
+            self.refuse(f"at the resume point, these tensors are missing or new: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
         if list(self.state["optimizers"]) != list(world.optimizers):
-            self.refuse("the program has come to the place of the save with other optimizers")
+            self.refuse("at the resume point, the optimizers differ from the first run")
         changed = [path for path, digest in self.state["digests"].items()
                    if type(world.tensors[path]) is Skeleton or zlib.crc32(_few(world.tensors[path]), digest_of(world.tensors[path])) != digest]
         if changed:
-            self.refuse(f"{', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values before the training began")
+            self.refuse(f"at the start of training, {', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values than in the first run")
 
     def _look_for_others(self, world: World, waiting: list[Any]) -> None:
-        """Tensors that no variable leads to: those without values stop whoever reads them; those that look as if they had some are what nobody can put back."""
+        """Check tensors that no variable leads to.
+
+        A fake one stops the code that reads it. One that seems to have values cannot be restored, so it is
+        rejected.
+        """
         gc.collect()
         self.origins.let_go()
         known = {id(tensor) for tensor in (*world.tensors.values(), *waiting)}
         known |= {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
         known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
-        known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}  # of a view
+        # the base of a view
+        known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}
         there = {id(tensor) for path, tensor in world.tensors.items() if type(tensor) is not Skeleton and path not in self.state["left"]}
         others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton
                   and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))
-                  and id(tensor._base) not in there]  # what a part of those lies in is put back with them: rows of a variable that a loop goes through
+                  # a view's base is restored with it: rows of a variable that a loop iterates over
+                  and id(tensor._base) not in there]
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
-            self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")
+            self.refuse(f"no variable leads to {len(others)} tensors (of shape {shapes}{_more(others)}), so the checkpoint does not hold their values")
 
     def _was_written_to(self, tensor: Any) -> bool:
-        """By another name for its memory."""
+        """Whether it was written to through another tensor that shares its memory."""
         if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_meta:
             return False
         try:
             return tensor.untyped_storage().data_ptr() in self.skeletons.memory
-        except NotImplementedError:  # what torch.func sees in the place of one
+        except NotImplementedError:  # a functorch wrapper
             return False
 
     def put_back(self, world: World) -> None:
@@ -221,7 +232,8 @@ class Seam:
                 torch.utils.swap_tensors(target, made)
                 self.origins.forget(target)
             elif target.size() == values.size() and target.dtype == values.dtype:
-                if target.requires_grad or not _same_bits(target, values):  # a graph in flight may hold what has not changed, in its version
+                # keep unchanged tensors: an unfinished graph may hold them in their present version
+                if target.requires_grad or not _same_bits(target, values):
                     with torch.no_grad():
                         target.detach().copy_(values)
             else:
@@ -241,10 +253,13 @@ class Seam:
                 buffer.seek(at)
         for path, generator in world.generators.items():
             if path not in state["generators"] or not set_state_of(torch, generator, state["generators"][path]):
-                self.refuse(f"`{path}` was another kind of random generator")
+                self.refuse(f"`{path}` was another type of random generator in the first run")
 
     def _no_longer_together(self, world: World) -> set[int]:
-        """Memory that tensors shared at the save and do not share now: a weight has been given that of another tensor, which had no values on the way."""
+        """Return memory that tensors shared at the checkpoint and do not share now.
+
+        Cause: a weight got the memory of another tensor, which has no values during a replay.
+        """
         places: dict[int, set[int]] = {}
         for path in self.state["tensors"]:
             target, (where, *_) = world.tensors[path], self.state["about"][path][3]
@@ -259,19 +274,20 @@ class Seam:
         for key, value in state.items():
             known = weights[key] if type(key) is int else key
             there = before.get(known)
-            if type(value) is dict and isinstance(there, dict):  # others may hold what it remembers, too: a state_dict in a variable
+            # others may share its state, e.g. a state_dict in a variable
+            if type(value) is dict and isinstance(there, dict):
                 value = {name: _in_place_of(there.get(name), each) for name, each in value.items()}
             optimizer.state[known] = value
 
     def _trips(self, path: str) -> Callable[[Any], Any]:
         def trip(grad: Any) -> Any:
-            self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")
+            self.refuse(f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved")
 
         return trip
 
 
 def _in_place_of(there: Any, value: Any) -> Any:
-    """The tensor that was there, with these values; another kind of value as it is."""
+    """Put the values into the existing tensor; return other kinds of values as they are."""
     if not isinstance(there, torch.Tensor) or not isinstance(value, torch.Tensor) or there.size() != value.size() or there.dtype != value.dtype:
         return value
     if type(there) is Skeleton:
@@ -287,7 +303,7 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -> Any:
-    """A tensor with these values; those that shared their memory share it again."""
+    """Return a tensor with these values; tensors that shared memory share it again."""
     where, size, offset = lies
     storage = memory.get(where)
     if storage is None or storage.nbytes() != size * values.element_size():
@@ -297,7 +313,7 @@ def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -
 
 
 def _differs(name: str, before: str, now: str, leaves: list[str]) -> str:
-    """The first value in a variable that is another one, where it is among those that are told of."""
+    """Name the first value in a variable that differs, if its mark was recorded."""
     marks = [told.partition(" ")[2] for told in (before, now)]
     at = next((at for at in range(len(leaves)) if marks[0][4 * at:4 * at + 4] != marks[1][4 * at:4 * at + 4]), None)
     return leaves[at] if at is not None else f"`{name}` has changed"
@@ -309,7 +325,7 @@ def _more(found: Iterable[Any]) -> str:
 
 
 class Draws:
-    """Whether the program draws from `random` or numpy by itself, while what it skips has drawn from them, too."""
+    """Detects that the script and its skipped data loading both draw from `random` or numpy."""
 
     def __init__(self) -> None:
         self.began = _others()

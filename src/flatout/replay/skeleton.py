@@ -1,7 +1,8 @@
-"""Tensors without values: they have the shape, strides, type and device of those that a training computes.
+"""Fake tensors of a replay: shape, strides, dtype and device without values.
 
-A skeleton knows which weights it was computed from (`flatout.replay.lineage`); functions of it are answered by `flatout.replay.answers`. One that is still
-without values after the seam refuses everything.
+A fake tensor knows from which weights it was computed (`flatout.replay.lineage`). `flatout.replay.answers`
+answers functions of it. A fake tensor that still has no values after the resume point rejects every
+operation.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ NOWHERE: frozenset[Any] = frozenset()
 
 
 class Skeleton(torch.Tensor):
-    """``meta``: shape, strides, type and device. ``sources``: the weights that it was computed from with gradients on."""
+    """A tensor without values.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # the mode answers
+    ``meta``: shape, strides, dtype and device. ``sources``: the weights from which it was computed with
+    gradients enabled.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # the torch function mode answers
     meta: tuple[Any, ...]
     sources: frozenset[Any]
 
@@ -29,33 +34,33 @@ class Skeleton(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operation that reached a skeleton past the mode: from C++, or after the seam."""
+        """Handle an operation that bypassed the mode: from C++, or after the resume point."""
         return Skeleton.reached(func, args, kwargs or {})
 
     @staticmethod
     def reached(func: Any, args: Any, kwargs: Any) -> Any:
-        """Set by who brings the program to its save: answers, or does not return."""
+        """Answer, or do not return; the replay sets this method."""
         raise RuntimeError(f"{func} of a tensor that has no values")
 
 
 def meta_of(tensor: Any) -> tuple[Any, ...]:
-    """Of a sparse one, those that it would have without gaps: what is computed with it has none."""
+    """Return the meta of a tensor; for a sparse one that of its dense form, since its results are dense."""
     size = tuple(tensor.size())
     return size, tensor.stride() if tensor.layout is torch.strided else without_gaps(size), tensor.dtype, tensor.device
 
 
 def dense(shape: list[int], dtype: str, device: str) -> Any:
-    """As the tape spells it."""
+    """Build a dense fake tensor from the spelling in the value log."""
     return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
 
 
 def whole(size: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """A skeleton without gaps."""
+    """Return a contiguous fake tensor."""
     return Skeleton((size, without_gaps(size), dtype, device))
 
 
 def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
-    """Its strides."""
+    """Return the contiguous strides of a shape."""
     strides, size = [], 1
     for extent in reversed(shape):
         strides.append(size)
@@ -68,7 +73,7 @@ def takes_gradient(meta: Any) -> bool:
 
 
 def trains(value: Any, depth: int = 3) -> bool:
-    """Whether a function of this is one of the training: a skeleton, a weight, or a container with one."""
+    """Whether the value belongs to training: a fake tensor, a weight, or a container with one."""
     kind = type(value)
     if kind is Skeleton or kind is torch.nn.Parameter:
         return True
@@ -82,7 +87,7 @@ def trains(value: Any, depth: int = 3) -> bool:
 
 
 def is_without(value: Any, depth: int = 3) -> bool:
-    """Whether there is a skeleton in it."""
+    """Whether the value is or contains a fake tensor."""
     if type(value) is Skeleton:
         return True
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""What a program does for its training, not done: backward passes, steps of torch's optimizers, and each function of tensors that a training computes.
+"""Skips the training work of a script: backward passes, optimizer steps and functions of tensors.
 
-While a program is recorded these are only kept quiet: nothing that happens inside of them is heard, because nothing of it happens when they are played back.
+While recording, nothing inside these calls is logged, because a replay does not execute them.
 """
 
 from __future__ import annotations
@@ -21,36 +21,41 @@ from flatout.replay.tape import Tape
 
 
 class Skipping:
-    """``ledger``: of what stays in place when the seam is behind."""
+    """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
 
     def __init__(self, tape: Tape, skeletons: Skeletons, ledger: Ledger) -> None:
         self.tape, self.skeletons, self._ledger = tape, skeletons, ledger
         self._steps = Ledger()
         self._until_seam = Ledger()
-        self._mode: Any = None  # of torch: it answers in the place of functions
+        self._mode: Any = None  # a torch function mode that answers instead of the functions
 
     def install(self) -> None:
         ledger = self._ledger
         ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
         if self._steps.entries():
-            return  # those stay, for torch hooks a step once and for all
+            return  # keep the patches: torch hooks a step method only once
         for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
             if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
-                self._steps.set(kind, "step", _without_step(kind.step, self.tape))  # below torch's hooks: those are heard
+                # below torch's hooks, which are recorded
+                self._steps.set(kind, "step", _without_step(kind.step, self.tape))
 
-    # -- on the way ---------------------------------------------------------------------------------------------------------
+    # -- replaying ------------------------------------------------------------------------------------------
 
     def play(self, begins: Callable[[], None]) -> None:
-        """Be ready; functions are answered from ``starts`` on. ``begins`` is called before the first call of a module with weights."""
+        """Prepare the replay; functions are answered after `starts`.
+
+        ``begins`` is called before the first call of a module with weights.
+        """
         Skeleton.reached = staticmethod(self._reached)  # type: ignore[method-assign]
         self._until_seam.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
         self._until_seam.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
         function = torch.autograd.Function
         self._until_seam.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
-        for side in ("setup_input_hook", "setup_output_hook"):  # of a module's backward hooks
+        for side in ("setup_input_hook", "setup_output_hook"):  # the backward hooks of a module
             self._until_seam.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
-        named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
+        # profiler labels take a fifth of the time of a skipped step
+        named = torch.autograd.profiler.record_function
         self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
         self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
         self._mode = self.skeletons.mode()
@@ -63,7 +68,7 @@ class Skipping:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, functions do what they say."""
+        """Execute functions normally inside this context."""
         if self._mode is None:
             yield
             return
@@ -76,12 +81,12 @@ class Skipping:
                 _compiler("force_eager")
 
     def stops(self) -> None:
-        """At the seam: from here on functions do what they say."""
+        """Execute functions normally from the resume point on."""
         self._mode.off = True
         _compiler("default")
 
     def ends(self) -> None:
-        """Nothing of the way is in place any more. The mode may lie below modes of the program's own."""
+        """Remove every patch of the replay. The mode may lie below modes of the script."""
         above = []
         while (mode := torch.overrides._pop_mode()) is not self._mode:
             above.append(mode)
@@ -90,14 +95,15 @@ class Skipping:
         self._until_seam.restore()
 
     def _reached(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of a skeleton that the mode has not seen: TorchScript's, say."""
+        """Handle an operation on a fake tensor that bypassed the mode, e.g. from TorchScript."""
         name = func.__name__.partition(".")[0]
         if not self._mode.off:
             if not func._schema.is_mutable:
                 return self.skeletons.answered(func, args, kwargs)
-            if type(args[0]) is Skeleton and name.endswith("_") and name not in SHAPING:  # that is what it writes to, and gives back
+            # an in-place operation returns its target
+            if type(args[0]) is Skeleton and name.endswith("_") and name not in SHAPING:
                 return self.skeletons.lineage.comes_from(args[0], args)
-        return self.skeletons.refuse(f"{name}() of a tensor that was not kept")
+        return self.skeletons.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)
@@ -131,7 +137,7 @@ class Skipping:
         return grad
 
     def _with_sources(self, really: Any) -> Callable:
-        """A function with a backward pass of its own: what it gives comes from what it was given."""
+        """Wrap an autograd function: its results get the gradient sources of its inputs."""
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             of_class = really.__get__(None, cls)
             if self._mode.off:
@@ -144,7 +150,7 @@ class Skipping:
 
 
 def _compiler(stance: str) -> None:
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
         torch.compiler.set_stance(stance)
 
 
@@ -158,7 +164,8 @@ def _for_real(really: Callable) -> Callable:
 
 
 def _without_step(really: Callable, tape: Tape) -> Callable:
-    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> weights that it has had gradients of
+    # optimizer -> number of weights that had gradients
+    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @wraps(really)
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +175,7 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if moved > made.get(optimizer, 0):  # what it remembers has to be there, if without values
+        if moved > made.get(optimizer, 0):  # its state must exist, even without values
             made[optimizer] = moved
             with tape.unheard:
                 really(optimizer)
@@ -178,7 +185,7 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
 
 
 def _heard(closure: Callable, tape: Tape) -> Callable:
-    """The program's own part of a step."""
+    """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
     def call() -> Any:
         before, tape.deaf = tape.deaf, tape.deaf - 1
         try:

@@ -1,7 +1,9 @@
-"""What steered a program, in order: recorded while it trains, and played back while it is brought to a save again.
+"""The value log: everything that steered a script, in order.
 
-An *entry* is a value that came from tensors, clocks or the data to Python. An *event* is a place that the program passes. Both move `flow`, a running hash;
-each entry carries a byte of it, and each step all of it, so that a program that goes another way than the first time is noticed there.
+It is recorded while the script trains and read during a replay. An *entry* is a value that reached Python
+from tensors, clocks or the data. An *event* is a place that the script passes. Both update `flow`, a running
+hash of the control flow. Each entry holds one byte of it and each step all of it, so that a different path is
+detected where it starts.
 """
 
 from __future__ import annotations
@@ -19,21 +21,22 @@ from flatout.state.journal import Entries, Journal, Place
 FLOAT, INTEGER, TRUE, FALSE, NONE, TEXT, BYTES, ARRAY, JSON, LARGE, RAISED, MARK, INTEGERS = range(1, 14)
 LONGER = frozenset((TEXT, BYTES, ARRAY, JSON, RAISED, INTEGERS))
 WORD = 1 << 63
-SHORT, MOST_LONGER, MOST_OF_LONGER = 64, 1 << 22, 1 << 28  # bytes of one value, and of all; of what is larger its digest is kept
+# bytes per value, and in total; larger values keep a digest only
+SHORT, MOST_LONGER, MOST_OF_LONGER = 64, 1 << 22, 1 << 28
 BLOCK = 1 << 13  # entries
 here = threading.get_ident
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, ValueError, TypeError, IndexError)}
 
 
 class Large:
-    """In the place of a value that was too large to be kept: what it must be when it is computed again."""
+    """Stands in for a value that was too large to be kept; the recomputed value must have its digest."""
 
     def __init__(self, digest: int) -> None:
         self.digest = digest
 
 
 class _Unheard:
-    """A context, any number of times: what happens inside is nobody's business."""
+    """A reusable context inside which nothing is recorded."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -46,10 +49,13 @@ class _Unheard:
 
 
 class Tape:
-    """``going``: played back, until `end`. ``began``: the training has; before, all tensors have values also where it is played back. ``deaf``: above 0, what
-    happens is nobody's business: inside of a data set, of ourselves.
+    """Records or replays the values and events of a script.
 
-    ``refuse`` is called with a sentence where the program goes another way than the tape, and does not return. ``complain`` hears why nothing more is recorded.
+    ``going``: replaying, until `end`. ``began``: training has started; before it, tensors have values in a
+    replay, too. ``deaf``: above 0, nothing is recorded, e.g. inside a data set or flatout itself.
+
+    ``refuse`` is called with a reason where the script differs from the log, and does not return.
+    ``complain`` gets the reason why recording stops.
     """
 
     def __init__(self, refuse: Callable[[str], NoReturn], complain: Callable[[str], None]) -> None:
@@ -67,23 +73,27 @@ class Tape:
         self._at = self._float = self._integer = self._longer = 0
         self._target = -1
 
-    # -- recording ----------------------------------------------------------------------------------------------------------
+    # -- recording ------------------------------------------------------------------------------------------
 
     def record(self, journal: Journal) -> None:
         self.journal = journal
 
     def breaks(self, why: str) -> None:
-        """Nothing is recorded any more."""
+        """Stop recording."""
         self.journal, self.broken = None, why
         self.entries.clear()
 
     @property
     def hears(self) -> bool:
-        """Whether what this thread does now belongs to the program's way."""
+        """Whether the actions of this thread are part of the recorded control flow."""
         return not self.deaf and here() == self.main
 
     def put(self, value: Any, at: int, comes_again: bool = False) -> None:
-        """``at``: where in the program, a small number that is the same each time. ``comes_again``: it will be there again: of a longer one a digest does."""
+        """Add a value.
+
+        ``at``: place in the code, a small number that is the same in each run. ``comes_again``: a replay
+        computes the value again, so a digest is enough for a long one.
+        """
         self.flow = flow = hash((self.flow, at))
         entries, kind = self.entries, type(value)
         if kind is float:
@@ -115,7 +125,7 @@ class Tape:
             entries.longer.append(data)
 
     def mark(self) -> None:
-        """A step has ended."""
+        """Mark the end of a step."""
         self.steps += 1
         if self.going:
             if self._take() != self.flow:
@@ -128,40 +138,40 @@ class Tape:
             self.write()
 
     def write(self) -> Place | None:
-        """Everything so far goes to the journal; how far it is then. None where nothing is recorded any more."""
+        """Write everything to the journal and return the position; None if recording has stopped."""
         if self.journal is not None and self.entries.codes:
             try:
                 self.journal.append(self.entries)
             except StorageError as error:
                 self.breaks(str(error))
-                self.complain(f"from here on this program cannot be gone on with exactly: {error}")
+                self.complain(f"from here on this script cannot be resumed exactly: {error}")
         if self.journal is not None or self.broken:
             self.entries.clear()
         return self.journal.place if self.journal is not None else None
 
-    # -- events -------------------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     def event(self, what: int) -> bool:
-        """Whether this is where the tape ends."""
+        """Log an event; return whether the log ends here."""
         self.flow = hash((self.flow, what))
         self.events += 1
         return self.events == self._target
 
-    # -- playing back -------------------------------------------------------------------------------------------------------
+    # -- replaying ------------------------------------------------------------------------------------------
 
     def play(self, entries: Entries, events: int) -> None:
-        """From its beginning up to the event of this number."""
+        """Replay these entries up to the event with this number."""
         self.entries, self._target, self.going = entries, events, True
 
     def take(self, at: int) -> Any:
-        """The value that came here the first time."""
+        """Return the value recorded at this place."""
         self.flow = hash((self.flow, at))
         return self._take()
 
     def _take(self) -> Any:
         entries, at = self.entries, self._at
         if at >= len(entries.codes):
-            self.refuse(f"in step {self.steps + 1} the program asks for more than it did the first time")
+            self.refuse(f"in step {self.steps + 1} the script reads more values than in the first run")
         code = entries.codes[at]
         if entries.checks[at] != self.flow & 255:
             self._went_elsewhere()
@@ -181,19 +191,19 @@ class Tape:
         return None
 
     def end(self) -> None:
-        """The program has come to the place of the save: from here on it is recorded again."""
+        """End the replay at the resume point; recording starts again."""
         if self._at != len(self.entries.codes):
-            self.refuse(f"the program comes to the place of the save, and has not asked for {len(self.entries.codes) - self._at} values that it had asked for "
-                        f"the first time")
+            self.refuse(f"at the resume point, the script has not read {len(self.entries.codes) - self._at} of the values that it read in "
+                        f"the first run")
         self.going, self._target = False, -1
         self.entries = Entries()
 
     def _went_elsewhere(self) -> NoReturn:
-        self.refuse(f"in step {self.steps + 1} the program goes another way than it did the first time")
+        self.refuse(f"in step {self.steps + 1} the script takes another path than in the first run")
 
 
 def encoded(value: Any) -> tuple[int, bytes]:
-    """A code and bytes. Raises TypeError for what a tape does not hold."""
+    """Encode a value as a code and bytes. Raises TypeError for unsupported types."""
     kind = type(value)
     if kind is str:
         return TEXT, value.encode("utf-8", "surrogatepass")

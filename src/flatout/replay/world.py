@@ -1,7 +1,8 @@
-"""What a program can reach at one moment: its tensors, its optimizers, its random generators, and its plain values by the variable they lie in.
+"""Collects what a script can reach at one moment: tensors, optimizers, random generators and plain values.
 
-Walked from the functions that run, the modules that the user has written and what a listener has met; each thing is known by the first path that leads to it.
-Two runs that went the same way have the same paths. Nothing of the program's is called, and no tensor's values are read.
+The walk starts at running functions, the user's modules and the objects of a listener. Each object is
+identified by the first path that leads to it. Two runs with the same control flow have the same paths. The
+walk calls nothing of the script and reads no tensor values.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ from flatout.capture.names import variables_of
 
 MOST_THINGS = 200_000
 DEEPEST = 24
-LONG = 4096  # entries; what is longer is not looked through where its first entries are plain
+LONG = 4096  # entries; longer containers are not walked if their first entries are plain
 SHOWN, MARKED = 60, 256
 ADDRESSES = 1 << 44, 1 << 47
 PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size, torch.dtype, torch.device)
 ROWS = (list, tuple, deque)
 PAIRS = (dict, OrderedDict, types.MappingProxyType)
 CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.TracebackType)
-# Of the libraries, what holds state that the user's code has made; what else they hold is theirs.
+# Classes of libraries that hold state of the user's code; all others hold the library's own state.
 OPEN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.nn", "torch.utils.data", "torch.distributions", "torch.func")
-calendar: Any = sys.modules["datetime"]  # torch has imported it
+calendar: Any = sys.modules["datetime"]  # already imported by torch
 OPEN_OF_PYTHON = ("queue", "_queue", "weakref", "collections", "dataclasses", "enum")
-# What says in its own words what it holds; and what holds others behind Python's back.
+# Types whose repr shows their content, and types that hold objects in C.
 TOLD = (uuid.UUID, calendar.date, calendar.time, calendar.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, itertools.count)
 HOLDING: tuple[type, ...] = (
     type(functools.lru_cache(len)), zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice, itertools.starmap,
     itertools.takewhile, itertools.dropwhile, itertools.zip_longest, type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
 OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
-OF_OPTIMIZERS = ("defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_optimizer_")  # as torch's own begin
-CHECKPOINTS = "/torch/utils/checkpoint.py"  # of torch's own functions, those that keep something for later: random states
+# prefixes of torch's own attributes
+OF_OPTIMIZERS = ("defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_optimizer_")
+CHECKPOINTS = "/torch/utils/checkpoint.py"  # torch functions that keep state for later: random states
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -62,14 +64,18 @@ class World:
         self.tensors: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
-        self.buffers: dict[str, Any] = {}  # files in memory
-        self.plain: dict[str, str] = {}  # variable -> digest of the plain values in it, and a part of that of each of the first ones
-        self.leaves: dict[str, list[str]] = {}  # variable -> those first ones, for people
+        self.buffers: dict[str, Any] = {}  # in-memory files
+        # variable -> digest of its plain values, and short marks of the first ones
+        self.plain: dict[str, str] = {}
+        self.leaves: dict[str, list[str]] = {}  # variable -> those first values, for messages
         self.kept: set[str] = set()  # paths of tensors that belong to modules
         self.complete = True
 
     def look(self, frame: FrameType | None, also: Mapping[str, Any]) -> World:
-        """``also``: things by a name of their own, which no variable may lead to."""
+        """Walk everything from a frame on.
+
+        ``also``: further objects by a name of their own; no variable may lead to them.
+        """
         walk = _Walk(self)
         for module in users_modules():
             name = module.__name__
@@ -89,7 +95,7 @@ class World:
 def users_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
         known = _MODULES.get(name)
-        if known is None or known[0] is not module:  # thousands, and a save is to be quick
+        if known is None or known[0] is not module:  # cached: there are thousands, and saving must be fast
             known = _MODULES[name] = module, isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None)))
         if known[1]:
             yield module
@@ -103,7 +109,7 @@ def _is_users_file(file: Any) -> bool:
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
-    """Functions that run, the outermost first: a name that is the same each time, their variables, whether the user wrote them."""
+    """Return the running functions, outermost first: stable name, variables, whether the user wrote it."""
     found = []
     while frame is not None:
         code = frame.f_code
@@ -125,7 +131,7 @@ def _is_torchs(file: str) -> bool:
 class _Walk:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.seen: dict[int, Any] = {}  # held, so that no number is given twice
+        self.seen: dict[int, Any] = {}  # kept alive, so that no id is reused
         self.left = MOST_THINGS
         self._digest, self._marks = 0, ""
         self._leaves: list[str] = []
@@ -241,7 +247,7 @@ class _Walk:
             try:
                 self._visit(f"{path}.{name}", cell.cell_contents, users, depth)
             except ValueError:
-                pass  # nothing is in it yet
+                pass  # an empty cell
         self._visit(f"{path}.defaults", function.__defaults__, users, depth)
         self._visit(f"{path}.__dict__", vars(function), users, depth)
 
@@ -283,7 +289,7 @@ class _Walk:
         own = _is_users_class(kind) or name in NAMESPACES or kind.__module__ in OPEN_OF_PYTHON or kind.__module__.startswith("torch.optim")
         if not own and not _is_open(kind):
             return None
-        users = _is_users_class(kind) or (users and own)  # the user's own also where a library holds it
+        users = _is_users_class(kind) or (users and own)  # user classes count even inside a library's object
         for key, value in list(getattr(thing, "__dict__", {}).items()):
             self._visit(f"{path}.{key}", value, users, depth)
         for each in kind.__mro__:
@@ -298,17 +304,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _digest_of(values: Iterable[Any]) -> str:
-    """Of many plain ones."""
+    """Return a digest of many plain values."""
     return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
 
 
 def _spelled(value: Any) -> str:
-    """A plain value; an address is another one in each process."""
+    """Spell a plain value; memory addresses differ in each process, so they are all spelled alike."""
     return "an address" if _is_address(value) else repr(value)
 
 
 def _is_address(value: Any) -> bool:
-    """Whether a number looks like what ``id`` gives: it is another one in each process."""
+    """Whether a number looks like the result of ``id``, which differs in each process."""
     return type(value) is int and ADDRESSES[0] <= value < ADDRESSES[1] and not value % 16
 
 
@@ -327,7 +333,7 @@ def _is_of_user(kind: Any) -> bool:
 
 
 def _is_open(kind: Any) -> bool:
-    """Whether objects of a library's class are looked into: those of Python itself, of torch's machinery and ours are not."""
+    """Whether objects of a library's class are walked; not those of Python, torch's internals or flatout."""
     module = kind.__module__ or ""
     if module.partition(".")[0] in ("torch", "flatout"):
         return module.startswith(OPEN_OF_TORCH) and not kind.__name__.endswith("DataLoaderIter")

@@ -1,13 +1,14 @@
-"""Saved tensors that follow from other saved tensors by one operation are not kept, but made again when the backward pass asks for them.
+"""Recompute saved tensors that follow from other saved tensors by one operation, instead of keeping them.
 
-A network keeps much of its memory twice: GELU keeps its input, and the layer behind it keeps GELU's output; a normalisation keeps its input, and
-the layer behind it the normalised one. The second follows from the first. Autograd's own node knows the operation and its saved inputs, so no
-module, name or source is looked at. Every place is tried out the first time: what does not come out bit for bit as it was is kept.
+A network keeps much of its memory twice. GELU keeps its input, and the next layer keeps GELU's output. A
+normalisation keeps its input, and the next layer keeps the normalised tensor. The second follows from the
+first. Autograd's own node knows the operation and its saved inputs, so no module, name or source is
+inspected. Every place is tested the first time: a tensor that is not reproduced bit for bit is kept.
 
-    pack    a tensor is about to be saved: keep it, or note the node that made it
-    unpack  make it again from what that node has saved, which may be noted in turn
+    pack    a tensor is about to be saved: keep it, or record the node that made it
+    unpack  recompute it from what that node has saved, which may itself be recorded
 
-What was made again is held until the last tensor that needs it has been used, so a product that is read by three views is computed once.
+A recomputed tensor is held until its last use, so a product that three views read is computed once.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-RESHAPED = "UnsafeViewBackward0"  # a product of more than two dimensions is made flat, and what it becomes is no view of it for autograd
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # of normalisations whose module does not tell; autograd does not keep the number
+# A product of more than two dimensions is flattened; for autograd, its reshaped result is not a view.
+RESHAPED = "UnsafeViewBackward0"
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # of normalisations without a known module; autograd does not keep it
 Variants = tuple[Callable[[Any, Any], Any], ...]
 
 
 class NotKnown(LookupError):
-    """A node whose output cannot be made from what it has saved."""
+    """A node whose output cannot be recomputed from its saved tensors."""
 
 
 class Kept:
-    """A saved tensor as it is. Autograd does not check the versions of what hooks have packed, so this does."""
+    """A saved tensor as it is.
+
+    Checks its version, because autograd does not check tensors packed by hooks.
+    """
 
     __slots__ = ("tensor", "version")
 
@@ -41,7 +46,7 @@ class Kept:
 
 
 class Passed:
-    """A saved tensor that the hooks around ours have taken."""
+    """A saved tensor packed by the hooks around ours."""
 
     __slots__ = ("packed", "unpack")
 
@@ -53,7 +58,7 @@ class Passed:
 
 
 class Output:
-    """The output of one node, made again when first asked for and held until nobody refers to it."""
+    """The output of one node, recomputed on first use and held until nothing refers to it."""
 
     __slots__ = ("made", "make", "node")
 
@@ -67,7 +72,7 @@ class Output:
 
 
 class View:
-    """Part of an output, or all of it in another shape."""
+    """A part of an output, or all of it in another shape."""
 
     __slots__ = ("layout", "output")
 
@@ -83,15 +88,16 @@ class View:
 class Deriving:
     """The hooks around one module's forward pass.
 
-    ``share`` is the part of the linear layers wider than their input whose outputs are made again, too, evenly over the layers. ``epsilons``
-    maps the id of a normalisation's weight to its epsilon. ``derived`` counts the tensors of the last forward pass that were not kept.
+    ``share`` is the share of linear layers wider than their input whose outputs are also recomputed, evenly
+    over the layers. ``epsilons`` maps the id of a normalisation's weight to its epsilon. ``derived`` counts
+    the tensors of the last forward pass that were not kept.
     """
 
     def __init__(self, torch: Any, share: float = 0.0, epsilons: dict[int, float] | None = None) -> None:
         self.torch, self.share, self.epsilons = torch, share, epsilons or {}
-        self._sound: dict[tuple[Any, ...], Callable[[Any], Any] | None] = {}  # place in the forward pass -> how its tensor is made again
+        self._sound: dict[tuple[Any, ...], Callable[[Any], Any] | None] = {}  # place in the forward pass -> how to recompute
         self._outputs: dict[Any, Output] = {}
-        self._picked: dict[Any, bool] = {}  # product -> whether it is made again
+        self._picked: dict[Any, bool] = {}  # product -> whether it is recomputed
         self._around: Any = None
         self._at = self._products = self.derived = 0
 
@@ -127,7 +133,7 @@ class Deriving:
         if name not in OPERATIONS or (name in PRODUCTS and not self._chosen(node, whole)):
             return None
         self._at += 1
-        wanted = tuple(before is not None for before, _ in node.next_functions)  # what is saved depends on who needs a gradient
+        wanted = tuple(before is not None for before, _ in node.next_functions)  # saved tensors depend on the required gradients
         place = (self._at, name, whole.shape, whole.dtype, whole.stride(), wanted)
         if place not in self._sound:
             self._sound[place] = self._tried(node, whole)
@@ -137,7 +143,7 @@ class Deriving:
         return self._outputs.setdefault(node, Output(node, make))
 
     def _chosen(self, node: Any, whole: Any) -> bool:
-        """Whether this product is among the share that is made again. One that is no wider than its input saves nothing."""
+        """Whether this product is recomputed. A product no wider than its input saves nothing."""
         if node not in self._picked:
             if self.share <= 0 or whole.numel() <= _left_numel(node):
                 return False
@@ -146,14 +152,14 @@ class Deriving:
         return self._picked[node]
 
     def _tried(self, node: Any, whole: Any) -> Callable[[Any], Any] | None:
-        """The variant of the operation that gives this very tensor, bit for bit; None where none does."""
+        """The variant of the operation that reproduces this tensor bit for bit; None if there is none."""
         torch, known = self.torch, self._outputs.values()
         held = {id(output) for output in known if output.made is not None}
         try:
             for variant in self._variants(node, whole):
                 try:
                     made = variant(node)
-                except (NotKnown, AttributeError, TypeError, RuntimeError):  # another torch saves other things, or under another name: kept
+                except (NotKnown, AttributeError, TypeError, RuntimeError):  # another torch version saves other tensors or names
                     continue
                 if made.shape != whole.shape and made.numel() == whole.numel() and made.is_contiguous():
                     made = made.view(whole.shape)
@@ -161,12 +167,12 @@ class Deriving:
                     return variant
             return None
         finally:
-            for output in known:  # what was made for the trial alone would fill the forward pass
+            for output in known:  # tensors made only for the trial would occupy memory in the forward pass
                 if id(output) not in held:
                     output.made = None
 
     def _variants(self, node: Any, whole: Any) -> list[Callable[[Any], Any]]:
-        """How ``node``'s output may be made again, the likeliest way first."""
+        """Ways to recompute ``node``'s output, the most likely first."""
         torch, device, dtype = self.torch, whole.device.type, whole.dtype
 
         def plainly(operation: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
@@ -188,7 +194,7 @@ def _value(packed: Any) -> Any:
 
 
 def _behind(node: Any, at: int) -> Any:
-    """The parameter that enters a node as its input of this number."""
+    """The parameter that is the input of a node at this position."""
     edge = node.next_functions[at][0]
     if edge is None or not hasattr(edge, "variable"):
         raise NotKnown(node.name())
@@ -196,7 +202,7 @@ def _behind(node: Any, at: int) -> Any:
 
 
 def _operand(torch: Any, node: Any, name: str, at: int) -> Any:
-    """An input that the node has saved, or that the node before it can make."""
+    """An input that the node has saved, or that the previous node can recompute."""
     saved = getattr(node, f"_saved_{name}", None)
     if saved is not None:
         return saved
@@ -213,7 +219,7 @@ def _left_numel(node: Any) -> int:
 
 def _addmm(torch: Any, node: Any) -> Any:
     left, right = node._saved_mat1, node._saved_mat2
-    if left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1:  # a side is saved only where the other needs a gradient
+    if left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1:  # each side is saved only if the other needs a gradient
         raise NotKnown(node.name())
     return torch.addmm(_behind(node, 0), left, right)
 
@@ -226,7 +232,7 @@ def _mm(torch: Any, node: Any) -> Any:
 
 
 def _batch_norm(torch: Any, node: Any) -> Any:
-    """With the batch's own statistics, and without the running ones, which are not to move again."""
+    """Batch norm with the batch's own statistics, without moving the running ones again."""
     if not node._saved_training:
         raise NotKnown(node.name())
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon

@@ -1,4 +1,4 @@
-"""Saved tensors that wait in host memory until the backward pass asks for them."""
+"""Keep saved tensors in host memory until the backward pass needs them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from flatout.saved.derive import Kept
 
-LEAST_BYTES = 2**20  # of a tensor that is worth the way: below, starting a copy takes as long as the copy
-MOST_KNOWN = 4096  # tensors that are looked up
+LEAST_BYTES = 2**20  # below this size, starting a copy takes as long as the copy
+MOST_KNOWN = 4096  # tensors in the lookup table
 
 
 class Away:
-    """A tensor's bytes in pinned host memory, and the event after which they are there."""
+    """A copy of a tensor in pinned host memory, and the event that marks its completion."""
 
     __slots__ = ("__weakref__", "copy", "device", "event", "stride")
 
@@ -28,27 +28,28 @@ class Away:
         with torch.cuda.stream(stream):
             self.copy.copy_(tensor, non_blocking=True)
             self.event = stream.record_event()
-        tensor.record_stream(stream)  # its memory is not handed out again before the copy has ended
+        tensor.record_stream(stream)  # its memory is not reused before the copy ends
 
     def back(self, torch: Any) -> Any:
-        """The tensor on its device again; what runs there next waits for the copy, the host does not."""
+        """The tensor on its device again. The device stream waits for the copy; the host does not."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
         return self.copy.to(self.device, non_blocking=True)
 
 
 class Offloading:
-    """Hooks for saved tensors of ``device_type``: those of at least ``least_bytes`` go to the host; parameters and small ones stay.
+    """Saved-tensor hooks that move tensors of ``device_type`` with at least ``least_bytes`` to the host.
 
-    What several operations save, as three projections save their one input, goes there once.
-    From a CUDA device they are copied on a side stream of that device; from a CPU, which has none, at once.
+    Parameters and small tensors stay. A tensor that several operations save (three projections of one input)
+    is copied once. Copies from a CUDA device run on a side stream; copies from a CPU, which has none, run at
+    once.
     """
 
     def __init__(self, torch: Any, device_type: str, least_bytes: int = LEAST_BYTES) -> None:
         self.torch, self.device_type, self.least_bytes = torch, device_type, least_bytes
         self._streams: dict[Any, Any] = {}  # by device
         self.moved_bytes = 0
-        self._known: dict[Any, tuple[Any, int, Any]] = {}  # by place in a storage: that storage, the version, the copy; all weakly
+        self._known: dict[Any, tuple[Any, int, Any]] = {}  # place in a storage -> storage, version, copy; weak
 
     def pack(self, tensor: Any) -> Any:
         size = tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What a careless way of saving memory does, for the guard to refuse."""
+"""Careless ways of saving memory, which the guard must reject."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_half_the_bits(torch: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of a forward pass: what it saves is kept in bfloat16."""
+    """A wrapper of a forward pass that keeps saved tensors in bfloat16."""
 
     def pack(tensor: Any) -> tuple[Any, Any]:
         return (tensor.detach().bfloat16() if tensor.is_floating_point() else tensor.detach()), tensor.dtype
@@ -21,7 +21,7 @@ def in_half_the_bits(torch: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def half_fetched(torch: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of a forward pass: what it saves is read before the last quarter of it has come back."""
+    """A wrapper of a forward pass that reads saved tensors before their last quarter has arrived."""
 
     def unpack(tensor: Any) -> Any:
         if not tensor.is_floating_point() or tensor.numel() < 4:

@@ -1,1 +1,4 @@
-"""Saves and restores exactly. A save is a folder that can be believed, or it is none."""
+"""Write and restore checkpoints exactly.
+
+A checkpoint is a folder that verifies completely, or it does not count.
+"""

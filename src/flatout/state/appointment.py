@@ -1,7 +1,8 @@
-"""When the ranks of one program on this machine save: all after the same step, which rank 0 names beforehand in a page of memory. Nobody waits for anybody.
+"""The save schedule: all ranks of a program on this machine checkpoint after the same step, without blocking.
 
-What a rank computes waits for the others in each step, so that no rank is more than a step ahead of rank 0. One that is, or is late, misses the appointment,
-and its save is not there: saves only count where all ranks have theirs.
+Rank 0 announces the step in a shared page of memory. Each step synchronises the ranks' computation, so no
+rank is more than a step ahead of rank 0. A rank that is further ahead, or late, misses the announced step and
+writes nothing. Checkpoints count only if all ranks have theirs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import secrets
 
 BYTES = 4096
 AHEAD = 2  # steps
-STEP, LAUNCH = 0, 1  # places in the page, numbers of eight bytes
+STEP, LAUNCH = 0, 1  # positions in the page, of eight bytes each
 
 
 class Appointment:
-    """``path``: of the page, the same for all ranks of one launch and of no other. ``leads``: this is rank 0. Raises OSError where no page can be had."""
+    """``path``: of the page, the same for all ranks of one launch only. ``leads``: this is rank 0.
+
+    Raises OSError if the page cannot be created.
+    """
 
     def __init__(self, path: str, leads: bool) -> None:
         self.leads = leads
@@ -28,18 +32,21 @@ class Appointment:
 
     @property
     def launch(self) -> int:
-        """A number that these ranks have in common, and no others."""
+        """A number that is common to the ranks of this launch, and unique to it."""
         return int(self._words[LAUNCH])
 
     def agrees(self, wants: bool, steps: int) -> bool:
-        """Whether all ranks save now, after so many steps. ``wants``: this one would."""
+        """Whether all ranks write a checkpoint now, after ``steps`` steps.
+
+        ``wants``: this rank would like to.
+        """
         if self.leads and wants and self._words[STEP] < steps:
             self._words[STEP] = steps + AHEAD
         return bool(self._words[STEP] == steps)
 
 
 def _made(path: str) -> int:
-    """An open page, whole from the moment on at which it has its name."""
+    """An open page, complete from the moment it has its name."""
     new = f"{path}.{os.getpid()}"
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,8 +1,9 @@
-"""What the workers of a DataLoader have drawn comes to the training beside their batches, and goes back into new workers.
+"""Transfer the state of DataLoader workers to the training process with their batches, and into new workers.
 
-Each worker has random generators of its own, a copy of the data set, and the generators and counters in it. `Carrier` stands where the collate function
-and the worker_init_fn stood: after each batch it sends how all that stands, where it has changed. A new worker that is to go on from there is given it either
-before its first batch, or after it, where that batch is one that was given out already and is fetched again to keep the workers in their turn.
+Each worker has its own random generators and a copy of the data set, with the generators and counters in it.
+`Carrier` replaces the collate function and the worker_init_fn. After each batch it sends the parts of this
+state that have changed. A new worker receives the state before its first batch. If that batch was already
+consumed and is fetched again only to keep the workers in turn, it receives the state after it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ Find = Callable[[Any], "list[Any]"]
 
 @dataclass
 class Carried:
-    """A batch, and how its worker stands after it: None where that is as before. ``said``: what could not be put back in this worker."""
+    """A batch and its worker's state afterwards (None if unchanged).
+
+    ``said``: what could not be restored in this worker.
+    """
 
     batch: Any
     standing: dict[str, Any] | None
     said: list[str]
 
     def pin_memory(self, device: Any = None) -> Carried:
-        """Asked of whatever a DataLoader pins."""
+        """Called by a DataLoader that pins memory."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return Carried(pin_memory(self.batch, device), self.standing, self.said)
 
 
 def counters(thing: Any) -> dict[str, Any]:
-    """What an object remembers in plain values: a number of the epoch, a place."""
+    """The plain values that an object holds: an epoch number or a position, for example."""
     return {name: value for name, value in getattr(thing, "__dict__", {}).items() if type(value) in PLAIN}
 
 
@@ -42,8 +46,11 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 class Carrier:
-    """Goes to the workers as their collate function, and ``begins`` as their worker_init_fn. ``standing``: by worker, how it is to begin, None where it is
-    new. ``again``: so many workers fetch a batch again first. ``find`` gives the random generators that an object holds."""
+    """Replaces the collate function of the workers, and with ``begins`` their worker_init_fn.
+
+    ``standing``: the initial state of each worker, None for a new one. ``again``: the number of workers that
+    first fetch a batch again. ``find`` returns the random generators that an object holds.
+    """
 
     def __init__(self, collate_fn: Any, worker_init_fn: Any, find: Find | None, standing: list[dict[str, Any] | None], again: int) -> None:
         self.collate_fn, self.worker_init_fn, self.find, self.standing, self.again = collate_fn, worker_init_fn, find, standing, again
@@ -54,7 +61,7 @@ class Carrier:
         self._waiting = False
 
     def begins(self, worker: int) -> None:
-        """In a worker, before its first batch."""
+        """Runs in a worker before its first batch."""
         import torch
 
         if self.worker_init_fn is not None:

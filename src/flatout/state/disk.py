@@ -1,6 +1,7 @@
-"""What reaches the disk, and when: a file is written and flushed, a folder is flushed, a folder is renamed. Nothing else here touches the disk to write.
+"""All writes to the disk: write and flush a file, flush a folder, rename a folder.
 
-Whatever the umask is, files are for their owner alone (0600), and so are folders (0700). Nothing is read or removed through a link.
+Files are private to their owner (0600), and so are folders (0700), whatever the umask. Nothing is read or
+removed through a link.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from types import TracebackType
 CHUNK_BYTES = 1 << 22
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 LEAVING = ".leaving-"
-# Of file systems that cannot flush a folder: there is nothing to be done about it, and its files are flushed all the same.
+# Errors of file systems that cannot flush a folder. Its files are still flushed.
 CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file holds: its length and SHA-256."""
+    """The length and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
-    """Write a new file and flush it to the disk. Raises OSError. Other threads run meanwhile: neither writing nor hashing holds the interpreter."""
+    """Write a new file and flush it to the disk. Raises OSError.
+
+    Other threads run meanwhile: writing and hashing release the interpreter lock.
+    """
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     try:
@@ -52,17 +56,23 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
 
 
 def forget(handle: int) -> None:
-    """Let go of what the kernel keeps of a flushed file, so that whoever reads it back sees what the disk has, and the memory is the training's again."""
+    """Drop a flushed file from the kernel's page cache.
+
+    A later read then sees what the disk has, and the memory is free for the training.
+    """
     if hasattr(os, "posix_fadvise"):
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError:
-            pass  # an advice
+            pass  # it is only advice
 
 
 class Reading:
-    """An ordinary file, read from its start to its end, and the digest of what was read. Raises OSError, also for a link (the file or its folder), a pipe, a
-    device; such a thing is not waited for."""
+    """An ordinary file, read once from start to end, with the digest of what was read.
+
+    Raises OSError, also for a link (the file or its folder), a pipe or a device; opening these does not
+    block.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
@@ -81,7 +91,7 @@ class Reading:
             raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
 
     def into(self, memory: bytearray | memoryview) -> int:
-        """Fill ``memory`` as far as the file goes; how many bytes that was."""
+        """Fill ``memory`` up to the end of the file and return the number of bytes read."""
         rest, read = memoryview(memory).cast("B"), 0
         while read < len(rest):
             got = os.readv(self._handle, [rest[read:read + CHUNK_BYTES]])
@@ -104,7 +114,10 @@ class Reading:
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """The content of an ordinary file. Raises OSError, also for a link and for what is longer than ``most_bytes``."""
+    """The content of an ordinary file.
+
+    Raises OSError, also for a link or a file longer than ``most_bytes``.
+    """
     with Reading(path) as file:
         if file.length > most_bytes:
             raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
@@ -114,7 +127,10 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 def what_is_stored(path: Path, expected: Stored) -> Stored:
-    """A file of another length than ``expected`` is not read at all: its digest is then "". Raises OSError, also for a link."""
+    """The length and digest of a file. Raises OSError, also for a link.
+
+    If the length differs from ``expected``, the file is not read and the digest is "".
+    """
     with Reading(path) as file:
         if file.length != expected.bytes:
             return Stored(file.length, "")
@@ -130,7 +146,7 @@ def make_folder(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Its names reach the disk. Raises OSError."""
+    """Flush the names in a folder to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -142,13 +158,16 @@ def flush_folder(path: Path) -> None:
 
 
 def move_folder(source: Path, target: Path) -> None:
-    """Under its new name, and so on the disk. Raises OSError where there is something of that name."""
+    """Rename a folder and flush the new name to the disk. Raises OSError if the name is taken."""
     os.rename(source, target)
     flush_folder(target.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """First its name, then its content: what is half gone looks like nothing that counts. Of a link, only the link goes."""
+    """Rename a folder, then delete its content, so that a half-removed folder does not count.
+
+    Removes only links.
+    """
     if not path.name.startswith(LEAVING):
         leaving = path.with_name(f"{LEAVING}{path.name.lstrip('.')}-{os.getpid()}")
         os.rename(path, leaving)

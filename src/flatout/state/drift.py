@@ -1,4 +1,7 @@
-"""Where a training ran when it was saved, and where it goes on: every difference is named, and bit-identity is not claimed where there is one."""
+"""Compare the environment of a checkpoint with the present one.
+
+Any difference is reported and rules out bit-identity.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from typing import Any
 
 
 def surroundings(torch: Any, more: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What the bits of a training depend on besides its state. ``more``: what the caller knows (length of the data, digest of the script, number of ranks).
+    """Everything besides its state that the bits of a training depend on.
 
-    The CUDA devices are those of a process that uses them: asking in another one would start CUDA there, and children that are forked later could not.
+    ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
+    are included only if the process already uses CUDA. Querying them would start CUDA, and children forked
+    later could not use it.
     """
     return {
         "torch": str(torch.__version__), "python": ".".join(map(str, sys.version_info[:3])), "machine": os.uname().machine,
@@ -23,7 +28,7 @@ def surroundings(torch: Any, more: Mapping[str, Any] = {}) -> dict[str, Any]:
 
 
 def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each difference, in words; nothing where there is none."""
+    """Each difference as a sentence; empty if there is none."""
     names = [*before, *(name for name in now if name not in before)]
     return [f"{name}: {_shown(before.get(name))} when it was saved, {_shown(now.get(name))} now" for name in names if before.get(name) != now.get(name)]
 

@@ -1,4 +1,6 @@
-"""A rescued state as ordinary files: a ``state_dict`` each, which plain torch loads with ``weights_only=True``.
+"""Export a rescued state as ordinary files: one ``state_dict`` each.
+
+torch loads them with ``weights_only=True``.
 
     model.pt, netD.pt, ...         of a module; the same tensors in model.safetensors
     optimizer.pt, scheduler.pt     for their load_state_dict
@@ -22,21 +24,24 @@ from flatout.plan.errors import StorageError, UsageError
 from flatout.state.randoms import as_set
 from flatout.state.tensors import write_tensors
 
-LOADED = ("modules", "optimizers", "schedulers", "scalers")  # in the order in which a program loads them
+LOADED = ("modules", "optimizers", "schedulers", "scalers")  # in loading order
 
 
 @dataclass(frozen=True)
 class Exported:
-    """``files`` that were written, and the ``lines`` of Python that load them."""
+    """The ``files`` written, and the ``lines`` of Python that load them."""
 
     files: list[str]
     lines: list[str]
 
 
 def export(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], folder: Path) -> Exported:
-    """Write ``state`` into a new folder. ``spelled`` is how the script calls each thing. Raises UsageError where there is something, StorageError."""
+    """Write ``state`` into a new folder. ``spelled``: the script's name of each object.
+
+    Raises UsageError if the folder exists and is not empty, and StorageError.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is there already. Name a new folder: --to {folder}2.")
+        raise UsageError(f"{folder} already exists. Name a new folder: --to {folder}2.")
     made = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
     try:
         made.mkdir(parents=True)
@@ -85,7 +90,10 @@ def _module_state(held: Mapping[str, Any]) -> Any:
 
 
 def _plain(torch: Any, value: Any) -> Any:
-    """In the types that torch's own reader takes without being asked to trust anybody: arrays become tensors, and what is much like a list a list."""
+    """Convert to the types that torch loads with weights_only.
+
+    Arrays become tensors, sequences become lists.
+    """
     if isinstance(value, dict):
         return {_plain(torch, key): _plain(torch, each) for key, each in value.items()}
     if type(value) in (list, tuple, set):

@@ -1,9 +1,10 @@
-"""A journal of small values in the order in which they came, appended to while a program runs and believed block by block when it is read.
+r"""An append-only journal of small values in order, verified block by block when it is read.
 
-    FLATOUTJ 1\\n    then blocks:    length (4 bytes), digest (4 bytes), payload
+    FLATOUTJ 1\n    then blocks:    length (4 bytes), digest (4 bytes), payload
 
-The digest of a block is that of its payload after the digest of the block before, so that a block stands only behind those it was written behind. A payload
-has five columns: a code and a check of one byte each for every entry, and the floats, integers and longer values that the entries stand for, in their order.
+The digest of a block covers the previous digest and its own payload, so a block is valid only after the
+blocks it was written after. A payload has five columns: a code and a check of one byte each per entry, and
+the floats, integers and longer values of the entries, in order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_BLOCK = 64 << 20
 
 @dataclass
 class Entries:
-    """Columns: ``codes`` and ``checks`` have one byte for each entry."""
+    """The columns: ``codes`` and ``checks`` have one byte per entry."""
 
     codes: bytearray = field(default_factory=bytearray)
     checks: bytearray = field(default_factory=bytearray)
@@ -48,13 +49,13 @@ class Entries:
         return b"".join((head, self.codes, self.checks, _little(self.floats), _little(self.integers), _little(sizes), *self.longer))
 
     def take_up(self, payload: bytes) -> None:
-        """Append what a payload holds. Raises ValueError."""
+        """Append the entries of a payload. Raises ValueError."""
         if len(payload) < COLUMNS.size:
-            raise ValueError("a block without its columns")
+            raise ValueError("the block has no columns")
         entries, floats, integers, longer = COLUMNS.unpack_from(payload)
         at = COLUMNS.size
         if len(payload) < at + 2 * entries + 8 * (floats + integers + longer):
-            raise ValueError("a block that ends before its columns do")
+            raise ValueError("the block ends before its columns")
         self.codes += payload[at:at + entries]
         self.checks += payload[at + entries:at + 2 * entries]
         at += 2 * entries
@@ -66,16 +67,16 @@ class Entries:
         self.integers += columns[1]
         for size in columns[2]:
             if not 0 <= size <= len(payload) - at:
-                raise ValueError("a value that is longer than its block")
+                raise ValueError("a value is longer than its block")
             self.longer.append(payload[at:at + size])
             at += size
         if at != len(payload):
-            raise ValueError("a block with more than its columns")
+            raise ValueError("the block has data after its columns")
 
 
 @dataclass(frozen=True)
 class Place:
-    """How far a journal had been written: bytes of the file, and the digest of its last block."""
+    """A position in a journal: its length in bytes, and the digest of its last block."""
 
     bytes: int = len(HEADER)
     digest: int = 0
@@ -86,12 +87,15 @@ class Place:
     @staticmethod
     def from_json(told: Any) -> Place:
         if type(told) is not dict or any(type(told.get(name)) is not int for name in ("bytes", "digest")):
-            raise SaveError("no place in a journal")
+            raise SaveError("the position in the journal is invalid")
         return Place(told["bytes"], told["digest"])
 
 
 class Journal:
-    """Writes. ``at``: go on from a place, where what was written after it is cut off; None: begin anew. Raises StorageError."""
+    """Writes a journal. ``at``: continue after a position and cut off the rest; None: start from scratch.
+
+    Raises StorageError.
+    """
 
     def __init__(self, path: Path, at: Place | None = None) -> None:
         self.path = path
@@ -108,11 +112,11 @@ class Journal:
             raise StorageError(f"cannot keep a journal in {path}: {error.strerror}.") from error
 
     def append(self, entries: Entries) -> None:
-        """One more block. Raises StorageError, also where the journal would grow beyond measure."""
+        """Append one block. Raises StorageError, also if the journal would exceed its maximum size."""
         payload = entries.to_bytes()
         size = self.place.bytes + BLOCK.size + len(payload)
         if size > MOST_BYTES:
-            raise StorageError(f"the journal {self.path} would have more than {MOST_BYTES >> 20} MiB.")
+            raise StorageError(f"the journal {self.path} would exceed its maximum of {MOST_BYTES >> 20} MiB.")
         digest = zlib.crc32(payload, self.place.digest)
         try:
             self._write(BLOCK.pack(len(payload), digest) + payload)
@@ -121,7 +125,7 @@ class Journal:
         self.place = Place(size, digest)
 
     def flush(self) -> None:
-        """Until all of it is on the disk. Raises StorageError."""
+        """Wait until all of it is on the disk. Raises StorageError."""
         try:
             os.fdatasync(self._file)
         except OSError as error:
@@ -136,35 +140,38 @@ class Journal:
 
 
 def read_journal(path: Path, to: Place) -> Entries:
-    """All entries up to a place. Raises SaveError: why they cannot be believed, a sentence without its stop."""
+    """All entries up to a position.
+
+    Raises SaveError with the reason (without a full stop) if they are invalid.
+    """
     entries, digest = Entries(), 0
     try:
         if to.bytes > MOST_BYTES:
-            raise SaveError(f"the journal is said to have {to.bytes:,} bytes, and {MOST_BYTES:,} are the most")
+            raise SaveError(f"the journal should have {to.bytes:,} bytes, and the maximum is {MOST_BYTES:,}")
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             data = file.read(to.bytes)
     except OSError as error:
         raise SaveError(f"the journal {path} cannot be read: {error.strerror}") from None
     if len(data) < to.bytes:
-        raise SaveError(f"the journal {path} has {len(data):,} bytes, and the save was made at {to.bytes:,}")
+        raise SaveError(f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {to.bytes:,}")
     if not data.startswith(HEADER):
-        raise SaveError(f"{path} is no journal of ours")
+        raise SaveError(f"{path} is not a flatout journal")
     at = len(HEADER)
     while at < len(data):
         if at + BLOCK.size > len(data):
-            raise SaveError(f"the journal {path} is broken at byte {at:,}")
+            raise SaveError(f"the journal {path} is corrupt at byte {at:,}")
         length, said = BLOCK.unpack_from(data, at)
         payload = data[at + BLOCK.size:at + BLOCK.size + length]
         digest = zlib.crc32(payload, digest)
         if len(payload) != length or length > MOST_BLOCK or digest != said:
-            raise SaveError(f"the journal {path} is broken at byte {at:,}: it is not what was written")
+            raise SaveError(f"the journal {path} is corrupt at byte {at:,}: it is not what was written")
         try:
             entries.take_up(payload)
         except ValueError as error:
-            raise SaveError(f"the journal {path} is broken at byte {at:,}: {error}") from None
+            raise SaveError(f"the journal {path} is corrupt at byte {at:,}: {error}") from None
         at += BLOCK.size + length
     if digest != to.digest:
-        raise SaveError(f"the journal {path} is that of another run")
+        raise SaveError(f"the journal {path} belongs to another run")
     return entries
 
 

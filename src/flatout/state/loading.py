@@ -1,14 +1,16 @@
-"""Where a training stands in its data, so that another process can go on from there with the very batches that would have come.
+"""The position of a training in its data, so that another process can resume with exactly the next batches.
 
-`Reading` goes through a loader, epoch by epoch, and counts. Its `place` is a state for a save: how the random generators stood as the epoch began, how many
-batches were given out, how everything stands now. To go on from a place, a new process begins the epoch as it began and passes over what was given out:
+`Reading` iterates over a loader, epoch by epoch, and counts. Its `place` goes into a checkpoint: the state of
+the random generators at the start of the epoch, the number of batches consumed, and the present state. To
+resume, a new process starts the epoch as before and skips the consumed batches:
 
-    a DataLoader over a data set with indices   its sampler is passed over, nothing is fetched; loader workers begin as theirs stood (`flatout.state.carrying`)
-    a loader with a state_dict of its own       is given it
-    a list                                      is passed over
-    anything else                               is fetched again and thrown away
+    a DataLoader over a data set with indices   skips the sampler and fetches nothing; loader workers start in
+                                                the saved state (`flatout.state.carrying`)
+    a loader with a state_dict of its own       loads that state
+    a list                                      skips entries
+    anything else                               fetches batches again and discards them
 
-What cannot be exact is named: ``inexact`` has a sentence for each thing.
+``inexact`` has a sentence for everything that cannot be resumed exactly.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from flatout.state.carrying import Carried, Carrier, Find, changed, counters
 from flatout.state.randoms import Interleaving, random_states, set_random_states
 
 INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
-# Samplers that draw as they begin, and not as they go; `_draws_as_it_goes` knows where that is not so.
+# Samplers that draw when they start, not during iteration; `_draws_as_it_goes` knows the exceptions.
 PLAIN_SAMPLERS = {"SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler", "DistributedSampler"}
 SHAPE = {"kind": "loader", "samples": "samples in the data", "batches": "batches in an epoch", "batch": "batch size of the loader", "workers": "loader workers",
          "persistent": "persistent workers", "order": "order of samples"}
-ENDED_EARLY = "the data ended before the place was reached"
+ENDED_EARLY = "the data ended before the resume point"
 NONE_LEFT = object()
 
 
 class Reading:
-    """``find`` gives the random generators that an object holds, for those that a data set or a sampler has of its own.
+    """Iterates over a loader and tracks the position.
 
-    ``begun``: whether an epoch is under way. ``given``: its batches that were given out. ``passed_over``: batches that were fetched again to find a place.
+    ``find`` returns the random generators that an object holds, for those of a data set or a sampler.
+    ``begun``: whether an epoch is in progress. ``given``: its consumed batches. ``passed_over``: batches that
+    were fetched again to reach a position.
     """
 
     def __init__(self, torch: Any, loader: Any, find: Find | None = None) -> None:
@@ -46,33 +50,36 @@ class Reading:
         self._first_counters = [counters(thing) for thing in self._things]
         self._own: list[Any] | None = None  # random generators of the loader and its data
         self._sought: dict[str, Any] | None = None
-        self._seeking: tuple[dict[str, Any] | None, int] = None, 0  # by the sampler: a place, and how many batches it is to pass over
-        self._asked = False  # for the order of samples, by this iterator
-        self._began: dict[str, Any] = {}  # how all stood before this epoch's iterator, its sampler and its first batch
-        self._made: dict[str, Any] | None = None  # how the random generators stood before persistent workers were started
+        self._seeking: tuple[dict[str, Any] | None, int] = None, 0  # for the sampler: a place, and the number of batches to skip
+        self._asked = False  # whether this iterator has started the sampler
+        self._began: dict[str, Any] = {}  # states before this epoch's iterator, sampler and first batch
+        self._made: dict[str, Any] | None = None  # random states before persistent workers were started
         self._later = False  # an epoch of persistent workers that is not their first
-        self._standing: list[dict[str, Any] | None] = [None] * self.workers  # of each worker, after its last batch that was given out
+        self._standing: list[dict[str, Any] | None] = [None] * self.workers  # of each worker, after its last consumed batch
         self._turn = 0  # the worker whose batch is next
         self._said: dict[str, None] = {}
         self._watch = Interleaving()
         self._watched = not self.workers if self.kind == FETCHED else self.kind == INDICES and any(map(_draws_as_it_goes, _samplers_of(loader)))
 
-    # -- a place ------------------------------------------------------------------------------------------------------------
+    # -- the position ----------------------------------------------------------------------------------------
 
     def place(self) -> dict[str, Any]:
-        """Asked for between two batches."""
+        """The position, between two batches."""
         return {"kind": self.kind, "shape": self.shape(), "begun": self.begun, "given": self.given, "began": dict(self._began) if self.begun else None,
                 "now": self._now(), "made": self._made, "later": self._later, "workers": list(self._standing),
                 "state": self.loader.state_dict() if self.kind == STATEFUL and self.begun else None}
 
     def shape(self) -> dict[str, Any]:
-        """What a place depends on."""
+        """The properties of the loader that a position depends on."""
         return {"kind": type(self.loader).__name__, "samples": _length(self._dataset), "batches": _length(self.loader), "workers": self.workers,
                 "batch": getattr(self.loader, "batch_size", None), "persistent": self.persistent,
                 "order": [type(sampler).__name__ for sampler in _samplers_of(self.loader)]}
 
     def go_on(self, place: dict[str, Any], given: int | None = None) -> list[str]:
-        """The next epoch goes on from there. What differs since, in words. ``given``: so many batches instead, of another number of ranks."""
+        """Resume the next epoch at a position. Returns what differs since, as sentences.
+
+        ``given``: the number of consumed batches, if the number of ranks changed.
+        """
         mine, theirs = self.shape(), place["shape"]
         self._sought = place if given is None else {**place, "given": given}
         if place["kind"] != self.kind or theirs["workers"] != self.workers or given is not None:
@@ -82,28 +89,28 @@ class Reading:
 
     @property
     def coming(self) -> int:
-        """Batches of the next epoch that were given out already."""
+        """Batches of the next epoch that are already consumed."""
         return self._sought["given"] if self._sought is not None and self._sought["begun"] else 0
 
     @property
     def inexact(self) -> list[str]:
-        """Why another process that goes on from a place would not see the very same batches; empty where it would."""
+        """Why a process that resumes from a position would get different batches; empty if it would not."""
         found = list(self._said)
         if self._watch.kinds:
             whose = "the sampler draws" if self.kind == INDICES else "the loader draws"
-            found.append(f"{whose} random numbers as it goes ({', '.join(sorted(self._watch.kinds))}), in turns with the training")
+            found.append(f"{whose} random numbers during iteration ({', '.join(sorted(self._watch.kinds))}), interleaved with the training")
         if self.workers and getattr(self.loader, "in_order", True) is False:
-            found.append("loader workers give batches in the order in which they happen to be ready (in_order=False)")
+            found.append("loader workers return batches in completion order (in_order=False)")
         if self.workers and self.kind == INDICES and hasattr(self._dataset, "state_dict"):
-            found.append("the data set keeps a state of its own (state_dict), of which each loader worker has a copy")
+            found.append("the data set has a state_dict, and each loader worker has a copy of that state")
         if self._later and self.kind == FETCHED:
-            found.append("persistent workers go through data without indices: how they stood when this epoch began is not known")
+            found.append("persistent workers read data without indices: their state at the start of this epoch is unknown")
         return found
 
-    # -- an epoch -----------------------------------------------------------------------------------------------------------
+    # -- an epoch --------------------------------------------------------------------------------------------
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one epoch, or the rest of the one that was sought."""
+        """The batches of one epoch, or the rest of the resumed one."""
         place, self._sought = self._sought, None
         within = place is not None and place["begun"]
         self.begun, self.given = False, place["given"] if place is not None and within else 0
@@ -116,11 +123,11 @@ class Reading:
             yield batch
 
     def over(self) -> None:
-        """The epoch has ended for whoever goes through it: the next one begins anew. Until then its place is behind its last batch."""
+        """Call at the end of an epoch: the next one starts from its beginning."""
         self.begun, self.given = False, 0
 
     def _iterator(self, place: dict[str, Any] | None, within: bool) -> Iterator[Any]:
-        """Begun as the epoch began, and brought to the place."""
+        """An iterator that starts like the epoch and is advanced to the position."""
         if place is not None:
             self._put(place["began"]["iterator"] if within else place["now"])
         self._began = {"iterator": self._now()}
@@ -162,10 +169,10 @@ class Reading:
             self._said[f"in loader worker {worker}, {sentence}"] = None
         return carried.batch
 
-    # -- a DataLoader whose samples have indices ----------------------------------------------------------------------------
+    # -- a DataLoader whose samples have indices -------------------------------------------------------------
 
     def _through_indices(self, place: dict[str, Any] | None, within: bool) -> tuple[Iterator[Any], int]:
-        """Its iterator, and how many batches it gives again: as many as bring the workers' turns to where they were."""
+        """The iterator, and the number of batches to fetch again to restore the workers' turn."""
         again = self.given % self.workers if self.workers else 0
         self._seeking, self._asked = (place, self.given - again), False
         self._turn = 0
@@ -185,8 +192,12 @@ class Reading:
         return iterator, again
 
     def order_begins(self, sampler: Any) -> Iterator[Any]:
-        """What a DataLoader's iterator goes through in the sampler's place. Called when torch begins it, because some samplers draw then: once, and twice for a
-        new iterator with workers, whose seed is drawn in between."""
+        """The iterator that replaces a sampler's.
+
+        Called when torch starts it, because some samplers draw then.
+
+        A new iterator with workers starts it twice and draws a seed in between.
+        """
         place, passed = self._seeking
         within = place is not None and place["begun"]
         again, self._asked = self._asked, True
@@ -194,7 +205,7 @@ class Reading:
             self._put(place["began"]["sampler"] if within else place["now"])
         self._began["sampler"] = self._now()
         indices, first = iter(sampler), place["began"]["first"] if place is not None and within else None
-        if within and not self.workers:  # before the random numbers of the place are put back; workers are sent their first batches at once anyway
+        if within and not self.workers:  # before restoring random states; workers get their first batches at once
             self._pass(indices, first, passed)
             return self._rest(indices)
         return self._all(indices, first, passed)
@@ -226,7 +237,7 @@ class Reading:
                 return
             yield index
 
-    # -- how everything stands ----------------------------------------------------------------------------------------------
+    # -- the present state -----------------------------------------------------------------------------------
 
     def _generators(self) -> list[Any]:
         if self._own is None:
@@ -242,7 +253,10 @@ class Reading:
                 "counters": [changed(before, counters(thing)) for before, thing in zip(self._first_counters, self._things, strict=True)]}
 
     def _put(self, stood: dict[str, Any], found: bool = False) -> None:
-        """``found``: an iterator has been brought to the place, and what it goes through with it; what the program has changed since (`set_epoch`) has not."""
+        """Restore a state. ``found``: an iterator has been advanced to the position, and its objects with it.
+
+        Then changes by the program (`set_epoch`) stay.
+        """
         for sentence in set_random_states(self.torch, stood["random"], self._generators()):
             self._said[sentence] = None
         if found and self.kind == STATEFUL:
@@ -255,8 +269,10 @@ class Reading:
 
 
 class _Order:
-    """Stands in for the sampler of a DataLoader while its iterator is made, and then in that iterator, which asks it again for each epoch of persistent
-    workers."""
+    """Replaces the sampler of a DataLoader while its iterator is made and in that iterator.
+
+    Persistent workers iterate over it again for each epoch.
+    """
 
     def __init__(self, reading: Reading, sampler: Any) -> None:
         self.reading, self.sampler = reading, sampler
@@ -270,7 +286,7 @@ class _Order:
 
 @contextmanager
 def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
-    """Attributes of a loader, which it does not let anybody set, for as long as it makes an iterator."""
+    """Override attributes that a loader does not allow to set, while it makes an iterator."""
     own = vars(loader)
     before = {name: own[name] for name in instead}
     own.update(instead)
@@ -281,7 +297,7 @@ def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
 
 
 def kind_of(torch: Any, loader: Any) -> str:
-    """How a place in this loader is found again."""
+    """How to find a position in this loader again."""
     if type(loader) in (list, tuple):
         return ROWS
     if _has_state(loader):
@@ -290,7 +306,7 @@ def kind_of(torch: Any, loader: Any) -> str:
     if not isinstance(loader, made) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return FETCHED
     own = type(loader).__iter__ is made.__iter__ and type(loader)._get_iterator is made._get_iterator
-    return INDICES if own else FETCHED  # a subclass may go its own ways
+    return INDICES if own else FETCHED  # a subclass may iterate differently
 
 
 def _samplers_of(loader: Any) -> list[Any]:
@@ -305,7 +321,7 @@ def _samplers_of(loader: Any) -> list[Any]:
 
 
 def _things_of(loader: Any, kind: str) -> list[Any]:
-    """What may remember where it stands: samplers, the data set, a loader of somebody's own."""
+    """Objects that may hold a position: samplers, the data set, a custom loader."""
     if kind == ROWS:
         return []
     found = [*_samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
@@ -317,7 +333,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def _draws_as_it_goes(sampler: Any) -> bool:
-    """Whether a sampler may draw random numbers between two batches from a generator that others draw from, too."""
+    """Whether a sampler may draw between two batches from a generator that other code uses, too."""
     kind = type(sampler)
     if kind in (list, tuple, range):
         return False
@@ -331,5 +347,5 @@ def _draws_as_it_goes(sampler: Any) -> bool:
 def _length(thing: Any) -> int | None:
     try:
         return len(thing)
-    except Exception:  # of somebody's own
+    except Exception:  # raised by user code
         return None

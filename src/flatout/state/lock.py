@@ -1,4 +1,4 @@
-"""One process writes into a folder at a time."""
+"""Let only one process write into a folder at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from pathlib import Path
 from flatout.plan.errors import StorageError
 from flatout.state.disk import PRIVATE_FILE
 
-_held: dict[str, int] = {}  # by this process: the kernel does not refuse it a lock that it has. A child holds nothing of its parent's
+_held: dict[str, int] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
 
 
 class Lock:
-    """Held until ``release`` or the end of the process, however it ends; children do not inherit it. The file stays, and says who held it last.
+    """Held until ``release`` or the end of the process, however it ends. Children do not inherit it.
 
-    Of the kernel's two kinds of lock this is the one that works over NFS and that loader workers do not carry on. Its price: it is gone when this process opens
-    and closes the file once more, for whatever reason.
+    The file stays and names its last holder. This is the kernel's lock that works over NFS and that loader
+    workers do not inherit. Its drawback: it is lost when this process opens and closes the file again for any
+    reason.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageError where somebody holds it, OSError where the file cannot be written."""
+        """Raises StorageError if another process holds it, OSError if the file cannot be written."""
         self.path, self._name = path, os.path.realpath(path)
         if _held.get(self._name) == os.getpid():
-            raise StorageError(f"this process keeps saves in {path.parent} already. Give each training a folder of its own.")
+            raise StorageError(f"this process already writes checkpoints in {path.parent}. Use a separate folder for each training.")
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             os.fchmod(self._handle, PRIVATE_FILE)
@@ -35,8 +36,8 @@ class Lock:
             holder = os.pread(self._handle, 200, 0).decode(errors="replace")
             os.close(self._handle)
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise StorageError(f"another process keeps saves in {path.parent} ({_who(holder)}). Wait for it, end it, or give this training a folder of "
-                                   "its own.") from None
+                raise StorageError(f"another process writes checkpoints in {path.parent} ({_who(holder)}). Wait for it, end it, or use another folder for "
+                                   "this training.") from None
             raise
         _held[self._name] = os.getpid()
         self._owner = os.getpid()
@@ -46,11 +47,11 @@ class Lock:
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
         except OSError:
-            pass  # a full disk: the lock is held all the same, and its holder has no name
+            pass  # a full disk: the lock holds, but its holder has no name
 
     @property
     def holds(self) -> bool:
-        """Whether the file that is locked is still the one that others find."""
+        """Whether the locked file is still the one that other processes find."""
         try:
             return self._handle >= 0 and os.path.samestat(os.fstat(self._handle), os.stat(self.path, follow_symlinks=False))
         except OSError:
@@ -68,4 +69,4 @@ def _who(text: str) -> str:
         told = json.loads(text)
         return f"process {int(told['pid'])} on {str(told['host'])[:64]!r}"
     except (ValueError, KeyError, TypeError):
-        return "it has not said who it is"
+        return "of unknown identity"

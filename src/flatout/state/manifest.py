@@ -1,6 +1,9 @@
-"""The manifest of a save: what lies in its folder, byte for byte. Written last, read first, and itself under a digest. Pure: no disk here.
+"""The manifest of a checkpoint: the files in its folder, byte for byte.
 
-A digest finds accidents. It does not say who wrote a save: whoever may change the files may change the manifest.
+Written last, read first. Pure: no disk access.
+
+The manifest carries its own digest. A digest detects accidents. It does not authenticate a checkpoint:
+whoever can change the files can change the manifest.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """``kind`` says who wrote the save and can read it. ``step``: optimizer steps that were done. ``left_out``: where in the state something stood that cannot
-    be stored, and its type. ``told`` is JSON of whoever wrote it: where it was made, for whom."""
+    """``kind``: the program that wrote the checkpoint and can read it. ``step``: optimizer steps done.
+
+    ``left_out``: places in the state whose values cannot be stored, with their types. ``told``: metadata of
+    the writer, as JSON.
+    """
 
     kind: str
     step: int
@@ -43,19 +49,19 @@ class Manifest:
 
     @classmethod
     def from_text(cls, data: bytes) -> Manifest:
-        """Raises SaveError for anything that is not exactly what `to_text` wrote."""
+        """Raises SaveError for anything that is not exactly the output of `to_text`."""
         try:
             content = from_json(data)
         except ValueError:
             raise SaveError("its manifest is not JSON") from None
         if type(content) is not dict or "flatout_save" not in content:
-            raise SaveError("its manifest is of something else")
+            raise SaveError("its manifest is not that of a flatout checkpoint")
         if type(content["flatout_save"]) is int and content["flatout_save"] > SCHEMA:
-            raise SaveError(f"its manifest has the form {content['flatout_save']}, and this flatout knows forms up to {SCHEMA}. Install a newer one")
+            raise SaveError(f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout")
         try:
             found = cls(_text(content["kind"]), _count(content["step"]), _files(content["files"]),
                         {_text(where): _text(what) for where, what in content["left_out"].items()}, dict(content["told"]))
-            if found.to_text().encode() != data:  # to the last space: what is written differently was written by somebody else
+            if found.to_text().encode() != data:  # exact to the last space
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise SaveError("its manifest was changed after it was written") from None

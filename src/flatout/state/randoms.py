@@ -1,6 +1,6 @@
-"""All that a training draws random numbers from: torch's generators, Python's and numpy's, and those that its own objects hold.
+"""The random generators of a training: torch's, Python's and numpy's, and those held by its own objects.
 
-A state is made of what a save can hold, small and comparable: long rows of words are bytes.
+A state consists of values that a checkpoint can hold, small and comparable: long rows of words are bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ KINDS = ("torch", "python", "numpy")
 
 
 def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
-    """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported; those of the generators ``own``."""
+    """The present states of the random generators.
+
+    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
+    """
     numpy = sys.modules.get("numpy")
     found: dict[str, Any] = {"torch": _bytes_of(torch.default_generator.get_state()), "python": _of_python(random.getstate())}
     if devices and torch.cuda.is_initialized():
@@ -31,11 +34,14 @@ def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> 
 
 
 def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
-    """Put them back; sentences about what could not be. Raises SaveError for what are no such states."""
+    """Restore states and return a sentence for each that could not be.
+
+    Raises SaveError for invalid states.
+    """
     try:
         return _set(torch, states, own)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
-        raise SaveError(f"the states of random numbers in it cannot be taken up ({type(error).__name__}: {str(error)[:200]}).") from None
+        raise SaveError(f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]}).") from None
 
 
 def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
@@ -51,19 +57,19 @@ def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
         if number < devices:
             torch.cuda.set_rng_state(_tensor_of(torch, state), number)
         else:
-            said.append(f"the random numbers of CUDA device {number} go on nowhere: there are {devices} devices now")
+            said.append(f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now")
     kept = states.get("own", ())
     if len(kept) != len(own):
-        said.append(f"the data held {len(kept)} random generators of its own when it was saved, and holds {len(own)} now")
+        said.append(f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now")
         return said
     for generator, state in zip(own, kept, strict=True):
         if not set_state_of(torch, generator, state):
-            said.append(f"a {type(generator).__name__} of the data's own was another kind of generator when it was saved")
+            said.append(f"a {type(generator).__name__} of the data was another kind of generator when it was saved")
     return said
 
 
 def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """As torch.set_rng_state, torch.cuda.set_rng_state_all, random.setstate and numpy.random.set_state take them."""
+    """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
     found: dict[str, Any] = {"torch": _tensor_of(torch, states["torch"]), "python": _to_python(states["python"])}
     if "cuda" in states:
         found["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
@@ -71,13 +77,16 @@ def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """The generators that were drawn from between two states."""
+    """The generators that were used between two states."""
     own = zip(before.get("own", ()), after.get("own", ()), strict=False)
     return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b}
 
 
 class Interleaving:
-    """Whether what is drawn in certain places depends on what is drawn elsewhere in between: then it cannot be drawn again without all of that."""
+    """Detects whether the draws at certain places are interleaved with other draws from the same generator.
+
+    Such draws can be repeated only together with everything in between.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, Any] | None = None
@@ -85,11 +94,11 @@ class Interleaving:
         self.kinds: set[str] = set()
 
     def begin(self) -> None:
-        """From here on it can be drawn again."""
+        """Start of a range that can be repeated."""
         self._last, self._cut = None, set()
 
     def hear(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """One of those places was passed."""
+        """Record one of those places."""
         if self._last is not None:
             self._cut |= moved(self._last, before)
         self.kinds |= moved(before, after) & self._cut
@@ -97,7 +106,7 @@ class Interleaving:
 
 
 def state_of(generator: Any) -> Any:
-    """Of a torch.Generator, a random.Random, a numpy Generator or RandomState."""
+    """The state of a torch.Generator, a random.Random, a numpy Generator or RandomState."""
     if isinstance(generator, random.Random):
         return {"python": _of_python(generator.getstate())}
     if hasattr(generator, "bit_generator"):
@@ -107,7 +116,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state_of(torch: Any, generator: Any, state: Any) -> bool:
-    """False where the state is of another kind of generator."""
+    """Restore a state. False if it belongs to another kind of generator."""
     ((kind, told),) = state.items()
     try:
         if isinstance(generator, random.Random):
@@ -138,7 +147,7 @@ def _to_python(state: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's states without arrays, whose comparison has no single answer."""
+    """numpy's states without arrays, whose comparison is not a single bool."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):

@@ -1,7 +1,9 @@
-"""The saves of a command that is run again and again, each time from its beginning: what an earlier run has kept is not pruned by a new one.
+"""The checkpoints of a command that always restarts from its beginning.
 
-    rescue/                  a folder of saves, of the present run
-        earlier/<number>/    the saves of a run before: of the newest one, and of the one that came furthest
+A new run does not prune the checkpoints of earlier runs.
+
+    rescue/                  the checkpoints of the present run
+        earlier/<number>/    checkpoints of earlier runs: of the newest one, and of the one that got furthest
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ EARLIER = "earlier"
 
 
 def begin_run(saves: Saves) -> None:
-    """Put aside what lies in the folder of opened saves; of the runs before, two stay. Raises StorageError."""
+    """Move existing checkpoints aside and keep those of two earlier runs. Raises StorageError."""
     paths = saves.paths()
     if not paths:
         return
@@ -30,7 +32,7 @@ def begin_run(saves: Saves) -> None:
         for path in paths:
             move_folder(path, home / str(number) / path.name)
     except OSError as error:
-        raise StorageError(f"cannot put the saves of an earlier run aside in {home}: {error.strerror}. Move {saves.folder} away.") from error
+        raise StorageError(f"cannot move the checkpoints of an earlier run to {home}: {error.strerror}. Move {saves.folder} away.") from error
     newest, *before = earlier_runs(saves.folder)
     furthest = max([newest, *before], key=_steps)
     for run in before:
@@ -39,7 +41,7 @@ def begin_run(saves: Saves) -> None:
 
 
 def earlier_runs(folder: Path) -> list[Path]:
-    """Folders of saves of the runs before, the newest first."""
+    """The checkpoint folders of earlier runs, newest first."""
     try:
         names = os.listdir(folder / EARLIER)
     except OSError:

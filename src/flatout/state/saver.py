@@ -1,4 +1,7 @@
-"""Saves in the background: the training waits for a copy of its state and no longer, and as often as a stated share of its time allows."""
+"""Write checkpoints in the background: the training waits only for a copy of its state.
+
+The interval keeps the cost within a given share of the time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MOST_SHARES = 5.0
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds that go by, and seconds of work of the thread that asks."""
+    """Wall-clock seconds, and CPU seconds of the calling thread."""
 
     wall_s: Callable[[], float]
     thread_s: Callable[[], float]
@@ -27,7 +30,11 @@ class Clocks:
 
 @dataclass
 class Cost:
-    """Of the saves so far, in seconds: what the training waited, and what the thread that writes worked, which takes a core from a training on the host."""
+    """The cost of checkpoints so far, in seconds.
+
+    It counts the time the training waited, and the CPU time of the writing thread, which takes a core from a
+    training on the host.
+    """
 
     saves: int = 0
     waited_s: float = 0.0
@@ -36,13 +43,17 @@ class Cost:
 
 
 class Saver:
-    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted. Where interruptions cost more than that, more
-    often, up to MOST_SHARES of it: ``interrupted_every_s`` gives the mean time between them, and the interval is that of the least loss (Young 1974, "A first
-    order approximation to the optimum checkpoint interval").
+    """Writes checkpoints in the background, at an interval that limits their cost.
 
-    ``say`` hears sentences about what went wrong: the training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is
-    written: why not to, or "". ``write`` writes a copy in another way than `Saves.write`, with others who each write a part; it gives None where the save is
-    not its own.
+    ``every``: steps between two checkpoints; None: as often as ``share`` of the time allows, including all
+    costs. If interruptions cost more than that, checkpoints are more frequent, up to MOST_SHARES of
+    ``share``. ``interrupted_every_s`` returns the mean time between interruptions, and the interval minimises
+    the loss (Young 1974, "A first order approximation to the optimum checkpoint interval").
+
+    ``say`` receives sentences about failures: the training continues without that checkpoint, and the next
+    one is tried. ``sound`` checks a copy before it is written and returns why not to write it, or "".
+    ``write`` replaces `Saves.write` if several ranks each write a part; it returns None if the checkpoint
+    belongs to another rank.
     """
 
     def __init__(self, torch: Any, saves: Saves, kind: str, clocks: Clocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
@@ -62,15 +73,18 @@ class Saver:
 
     @property
     def last_step(self) -> int:
-        """Of the last save that was begun, or gone on from."""
+        """The step of the last checkpoint that was started or resumed from."""
         return self._last_step
 
     def goes_on(self, step: int, cost_s: float = 0.0) -> None:
-        """There is a save of this step; ``cost_s``: what one has cost lately, so that the next does not come at once."""
+        """Register an existing checkpoint of this step.
+
+        ``cost_s``: its recent cost, which delays the next one.
+        """
         self._last_step, self.cost.last_s = step, cost_s
 
     def due(self, step: int) -> bool:
-        """Whether a save is due now that ``step`` steps are done. Never twice for the same."""
+        """Whether to write a checkpoint now that ``step`` steps are done. Never twice for the same step."""
         if step == self._last_step:
             return False
         if self.every is not None:
@@ -85,19 +99,23 @@ class Saver:
         return longest_s if mean_s == math.inf else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
 
     def save(self, step: int, packed: Packed, told: Mapping[str, Any], since_s: float | None = None) -> None:
-        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``since_s``: when the training began to wait, where
-        it was looked at first."""
+        """Copy the state and return; writing happens in the background.
+
+        Waits for a checkpoint still being written.
+
+        ``since_s``: when the training began to wait, if that was before this call.
+        """
         began_s = self.clocks.wall_s() if since_s is None else since_s
         self._join()
         try:
             copy = self._snapshot.take(packed)
             writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
-            self._waited(step, began_s)  # before there is anybody who adds to it
+            self._waited(step, began_s)  # before the thread adds to it
             writing.start()
             self._writing = writing
-        except (MemoryError, RuntimeError) as error:  # there is no memory for a copy, or no more threads may be made
+        except (MemoryError, RuntimeError) as error:  # no memory for a copy, or no more threads allowed
             self._waited(step, began_s)
-            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training goes on.")
+            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training continues.")
 
     def _waited(self, step: int, since_s: float) -> None:
         self._began_s = self.clocks.wall_s()
@@ -108,7 +126,10 @@ class Saver:
         self._last_step = step
 
     def save_now(self, step: int, packed: Packed, told: Mapping[str, Any]) -> Save | None:
-        """Write the state itself, in this thread, when the training does not go on: at the end of a process no thread may be started. None where it failed."""
+        """Write the state itself in this thread, at the end of a process, when no thread may be started.
+
+        Returns None if it failed.
+        """
         self.wait()
         self._last_step = step
         self.cost.saves += 1
@@ -117,7 +138,7 @@ class Saver:
         return self.last if self.last is not before else None
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         began_s = self.clocks.wall_s()
         self._join()
         self.cost.waited_s += self.clocks.wall_s() - began_s
@@ -133,22 +154,22 @@ class Saver:
             self._snapshot.wait()
             why_not = self.sound(copy) if self.sound is not None else ""
             if why_not:
-                self._complain(f"step {step} was not saved: {why_not}. Earlier saves stay.")
+                self._complain(f"step {step} was not saved: {why_not}. Earlier checkpoints stay.")
             else:
                 self.last = self._write_copy(step, copy, told)
                 if self._failed:
-                    self.say(f"step {step} is saved; the {self._failed} tries before it were not.")
+                    self.say(f"step {step} is saved; the {self._failed} attempts before it failed.")
                 self._said, self._failed = "", 0
         except FlatoutError as error:
-            self._complain(f"step {step} was not saved: {error} The training goes on.")
-        except Exception as error:  # a thread that dies says nothing to the training
-            self._complain(f"step {step} was not saved ({type(error).__name__}: {error}). The training goes on.")
+            self._complain(f"step {step} was not saved: {error} The training continues.")
+        except Exception as error:  # a thread that dies would go unnoticed
+            self._complain(f"step {step} was not saved ({type(error).__name__}: {error}). The training continues.")
         worked_s = self.clocks.thread_s() - began_s
         self.cost.worked_s += worked_s
         self.cost.last_s += worked_s
 
     def _complain(self, sentence: str) -> None:
-        """The same thing is said once, until a save succeeds."""
+        """Report the same failure only once, until a checkpoint succeeds."""
         self._failed += 1
         what = sentence.partition(": ")[2]
         if what != self._said:

@@ -1,16 +1,16 @@
-"""The saves of one training, a folder each. The newest that can be believed is the one to go on from.
+"""The checkpoints of one training, a folder each. A program resumes from the newest valid one.
 
     saves/                       0700
         lock                     held by the one process that writes here
-        step-00000120/           0700, made under another name and renamed when all of it is on the disk
+        step-00000120/           0700, written under another name and renamed once all of it is on the disk
             manifest.json        sizes and digests of the others, written last
-            state.json           a state as JSON; its tensors lie beside
+            state.json           a state as JSON; its tensors are in the file below
             tensors.safetensors
-        damaged/                 saves that could not be believed, for a person to look at
-        before-1/                saves of a training that was begun anew
+        damaged/                 corrupt checkpoints, for inspection
+        before-1/                checkpoints from before a start from scratch
 
-Saves are ordered by the step in their name, which their manifest must repeat, never by the times of files. A save is only removed when a newer one has been
-read back and found right.
+Checkpoints are ordered by the step in their name, never by file times. Their manifest must repeat the step. A
+checkpoint is removed only after a newer one has been read back and verified.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from flatout.state.tensors import read_tensors, write_tensors
 from flatout.state.values import Packed, unpack
 
 MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
-FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # the second, third, ... of a step has its number behind it
+FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # further checkpoints of a step have a number
 UNFINISHED = re.compile(r"\.(writing|leaving)-.*")
-MOST_STEPS = 10 ** 15 - 1  # as many digits as a name has room for
+MOST_STEPS = 10 ** 15 - 1  # as many digits as a name can have
 KEEP = 3
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save whose files are, byte for byte, those that its manifest names."""
+    """A verified checkpoint: its files are, byte for byte, those in its manifest."""
 
     path: Path
     manifest: Manifest
@@ -53,15 +53,15 @@ class Save:
         return self.manifest.step
 
     def read(self, torch: Any, name: str = "") -> Any:
-        """The state that was written under ``name``. Raises SaveError."""
+        """The state written under ``name``. Raises SaveError."""
         state, tensors = _files_of(name)
         if state not in self.manifest.files:
-            raise SaveError(f"{self.path} has no {state}: it was made by another number of ranks, or for something else.")
+            raise SaveError(f"{self.path} has no {state}: another number of ranks or another program made it.")
         pulse.went_on()
         try:
             data = read_file(self.path / state, MOST_STATE_BYTES)
             if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
-                raise SaveError(f"{state} was changed since it was found right")
+                raise SaveError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
             return unpack(torch, from_json(data), read_tensors(torch, self.path / tensors, stored) if stored is not None else {})
         except OSError as error:
@@ -72,14 +72,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Bad:
-    """A save that cannot be believed, and why: a sentence without its stop."""
+    """A corrupt checkpoint and the reason, without a full stop."""
 
     path: Path
     why: str
 
 
 def believed(path: Path) -> Save:
-    """The save in a folder, every byte of it looked at. Raises SaveError: why it cannot be believed, a sentence without its stop."""
+    """Verify every byte of a checkpoint. Raises SaveError with the reason, without a full stop."""
     named = FOLDER.fullmatch(path.name)
     try:
         manifest = Manifest.from_text(read_file(path / MANIFEST, MOST_BYTES))
@@ -87,7 +87,7 @@ def believed(path: Path) -> Save:
             raise SaveError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
             if name.endswith(".json") and stored.bytes > MOST_STATE_BYTES:
-                raise SaveError(f"{name} is said to have {stored.bytes:,} bytes, and {MOST_STATE_BYTES:,} are the most")
+                raise SaveError(f"{name} should have {stored.bytes:,} bytes, and the maximum is {MOST_STATE_BYTES:,}")
             if (found := what_is_stored(path / name, stored)) != stored:
                 raise SaveError(f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}" if found.bytes != stored.bytes else
                                 f"{name} is not what was written: its digest differs")
@@ -99,20 +99,24 @@ def believed(path: Path) -> Save:
 
 
 class Saves:
-    """The folder of saves. Reading needs nothing; who writes must hold the lock: ``with Saves(folder) as saves``, or ``open`` and ``close``. ``told`` hears the
-    step of each save that was found right."""
+    """The folder of checkpoints.
+
+    Reading needs no lock; to write, use ``with Saves(folder) as saves`` or ``open``.
+
+    ``told`` receives the step of each verified checkpoint.
+    """
 
     def __init__(self, folder: Path, keep: int = KEEP, told: Callable[[int], None] = lambda step: None) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep}: at least one save must stay")
+            raise ValueError(f"keep={keep}: at least one checkpoint must stay")
         self.folder, self.keep, self.told = folder, keep, told
         self._lock: Lock | None = None
         self._writes = False
 
-    # -- reading ------------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------
 
     def paths(self) -> list[Path]:
-        """All saves that are there, believed or not, the newest first. Raises StorageError."""
+        """All checkpoints, valid or not, newest first. Raises StorageError."""
         try:
             found = [self.folder / name for name in os.listdir(self.folder) if FOLDER.fullmatch(name)]
         except FileNotFoundError:
@@ -122,7 +126,10 @@ class Saves:
         return sorted(found, key=_number, reverse=True)
 
     def newest(self) -> tuple[Save | None, list[Bad]]:
-        """The newest save that can be believed, and the newer ones that cannot. Raises SaveError where there are saves, and none can be believed."""
+        """The newest valid checkpoint, and the newer corrupt ones.
+
+        Raises SaveError if there are only corrupt ones.
+        """
         bad: list[Bad] = []
         for path in self.paths():
             try:
@@ -130,14 +137,17 @@ class Saves:
             except SaveError as error:
                 bad.append(Bad(path, str(error)))
         if bad:
-            raise SaveError(f"none of the {len(bad)} saves in {self.folder} can be believed; of the newest, {bad[0].path.name}, {bad[0].why}. "
-                            f"Nothing was changed. To begin anew, name another folder, or move this one away.")
+            raise SaveError(f"all {len(bad)} checkpoints in {self.folder} are corrupt; in the newest, {bad[0].path.name}, {bad[0].why}. "
+                            f"Nothing was changed. To start from scratch, name another folder, or move this one away.")
         return None, bad
 
-    # -- writing ------------------------------------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------------------
 
     def open(self) -> Saves:
-        """Take the lock; what a killed process has left half written goes. Raises StorageError, also where another process writes here."""
+        """Take the lock and remove unfinished checkpoints.
+
+        Raises StorageError, also if another process writes here.
+        """
         self._writes = True
         try:
             if not self.folder.is_dir():
@@ -169,7 +179,10 @@ class Saves:
         self.close()
 
     def write(self, kind: str, step: int, states: Mapping[str, Packed], told: Mapping[str, Any] | None = None) -> Save:
-        """A new save of ``states`` by name, "" for the only one. It is read back and found right; then the oldest ones go. Raises StorageError, SaveError."""
+        """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
+
+        Then delete the oldest checkpoints. Raises StorageError, SaveError.
+        """
         unfinished = self.begin(step)
         try:
             files: dict[str, Stored] = {}
@@ -182,11 +195,11 @@ class Saves:
             raise
 
     def begin(self, step: int) -> Path:
-        """An empty folder for `write_state`, by one process or by many. Raises StorageError."""
+        """Create an empty folder for `write_state`, used by one process or several. Raises StorageError."""
         if not 0 <= step <= MOST_STEPS:
-            raise SaveError(f"a save of step {step} would have no name: steps are counted from 0 to {MOST_STEPS:,}")
+            raise SaveError(f"a checkpoint of step {step} cannot be named: steps range from 0 to {MOST_STEPS:,}.")
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
-        if self._writes and (self._lock is None or not self._lock.holds):  # the folder has vanished, or come back: what we hold is a lock of nothing
+        if self._writes and (self._lock is None or not self._lock.holds):  # the folder has vanished or was replaced: the lock is void
             self._let_go()
             self.open()
         try:
@@ -197,7 +210,10 @@ class Saves:
         return unfinished
 
     def finish(self, unfinished: Path, manifest: Manifest) -> Save:
-        """The manifest, and the name under which it counts. Raises StorageError, and SaveError where the disk does not give back what was written."""
+        """Write the manifest and give the checkpoint its final name. Raises StorageError.
+
+        Raises SaveError if the disk does not return what was written.
+        """
         try:
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
             flush_folder(unfinished)
@@ -209,24 +225,33 @@ class Saves:
             self.told(manifest.step)
         except SaveError as error:
             self.set_aside(Bad(path, str(error)))
-            raise SaveError(f"{path} was not stored as it was written: {error}. It was put aside; older saves stay.") from None
+            raise SaveError(f"{path} was not stored as it was written: {error}. It was moved aside; older checkpoints stay.") from None
         for old in self._older_than(path)[self.keep - 1:]:
             self.discard(old)
         return save
 
     def discard(self, folder: Path) -> None:
-        """As far as it can be; the next save, or whoever opens these saves again, goes on with it."""
+        """Delete as much as possible of a folder.
+
+        The next checkpoint, or the next process to open the folder, deletes the rest.
+        """
         try:
             remove_folder(folder)
         except OSError:
             pass
 
     def _older_than(self, path: Path) -> list[Path]:
-        """Before the save in ``path``, the newest first. What has a higher number and cannot be believed does not count as one that is kept."""
+        """The checkpoints before ``path``, newest first.
+
+        Corrupt ones with higher numbers do not count as kept.
+        """
         return [each for each in self.paths() if _number(each) < _number(path)]
 
     def set_aside(self, bad: Bad) -> Path:
-        """Where a save that cannot be believed is from now on. Raises StorageError."""
+        """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
+
+        Raises StorageError.
+        """
         try:
             if not (self.folder / DAMAGED).is_dir():
                 make_folder(self.folder / DAMAGED)
@@ -238,7 +263,10 @@ class Saves:
             raise _refused(self.folder, error) from error
 
     def begin_anew(self) -> Path | None:
-        """All saves, believed or not, go into a folder beside; that folder, or None where there was no save. Raises StorageError."""
+        """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
+
+        Raises StorageError.
+        """
         paths = self.paths()
         if not paths:
             return None
@@ -253,13 +281,19 @@ class Saves:
         return aside
 
     def _free(self, step: int) -> Path:
-        """A save of the same step is not written over: it stays until the new one is known to be good."""
+        """A new path.
+
+        A checkpoint of the same step is not overwritten: it stays until the new one is verified.
+        """
         taken = max((again for each, again in map(_number, self.paths()) if each == step), default=0)
         return self.folder / (f"step-{step:08d}" + (f"-{taken + 1}" if taken else ""))
 
 
 def write_state(folder: Path, name: str, packed: Packed) -> dict[str, Stored]:
-    """The files of one state in an unfinished save, for its manifest. Raises StorageError, and SaveError for plain values without measure."""
+    """Write the files of one state into an unfinished checkpoint. Raises StorageError.
+
+    Raises SaveError if the plain values are too large.
+    """
     state, tensors = _files_of(name)
     try:
         found = {state: write_file(folder / state, [to_json(packed.tree)])}
@@ -273,7 +307,7 @@ def _files_of(name: str) -> tuple[str, str]:
 
 
 def step_of(path: Path) -> int:
-    """By the name of its folder."""
+    """The step, from the name of the folder."""
     return _number(path)[0]
 
 
@@ -284,4 +318,4 @@ def _number(path: Path) -> tuple[int, int]:
 
 
 def _refused(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot keep saves in {folder}: {error.strerror}. Free some space there, or name a folder that can be written.")
+    return StorageError(f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder.")

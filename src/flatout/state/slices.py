@@ -1,5 +1,7 @@
-"""Tensors that are divided over ranks (torch's DTensor): each rank saves its slice of them, and however many ranks there are later, each takes what it needs
-from the slices that were saved. A whole tensor is a slice, too: one process may go on from many, and many from one.
+"""Checkpoint tensors that are sharded over ranks (DTensor), and restore them on any number of ranks.
+
+Each rank saves its slice. Later, each rank takes what it needs from the saved slices. A whole tensor counts
+as a slice, too: one process may resume from many, and many from one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from flatout.plan.errors import SaveError
 
-Where = tuple[Any, ...]  # keys and indices that lead to a value in a state
+Where = tuple[Any, ...]  # the keys and indices of a value in a state
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,12 @@ class Slice:
 
 
 def is_divided(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # nobody has made one where it was never imported
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
 
 def slice_of(divided: Any) -> Slice | None:
-    """What this rank has of a DTensor; None for one whose numbers are still to be added up over ranks, or lie in several pieces here."""
+    """This rank's part of a DTensor; None if it is a partial sum, or in several pieces here."""
     if any(placement.is_partial() for placement in divided.placements):
         return None
     pieces = divided.detach().__create_chunk_list__()
@@ -39,7 +41,7 @@ def slice_of(divided: Any) -> Slice | None:
 
 
 def slices_in(state: Any) -> dict[Any, Any]:
-    """A state with nothing but its divided tensors, under the keys and indices where they stood."""
+    """A state reduced to its sharded tensors, under their keys and indices."""
     found = {}
     for key, value in _inside(state):
         if is_divided(value):
@@ -50,8 +52,11 @@ def slices_in(state: Any) -> dict[Any, Any]:
 
 
 def filled(torch: Any, state: Any, like: Callable[[Where], Any], parts: Iterable[Mapping[Any, Any]]) -> Any:
-    """``state`` with tensors that are divided as they are now. ``like(where)`` is the tensor that the one there takes the place of, or None; ``parts`` are the
-    `slices_in` of the ranks that were, asked for as long as something is missing. Raises SaveError where not all is found."""
+    """``state`` with its tensors sharded as they are now. Raises SaveError if parts are missing.
+
+    ``like(where)`` returns the live tensor at a place, or None. ``parts`` are the `slices_in` of the saved
+    ranks, read only as far as needed.
+    """
     holes = {where: hole for where, saved in _leaves(state, ()) if (hole := _hole(torch, saved, like, where)) is not None}
     coming = chain([state], parts)
     while any(hole.missing for hole in holes.values()) and (part := next(coming, None)) is not None:
@@ -60,12 +65,12 @@ def filled(torch: Any, state: Any, like: Callable[[Where], Any], parts: Iterable
                 holes[where].take(saved)
     lacking = [where for where, hole in holes.items() if hole.missing]
     if lacking:
-        raise SaveError(f"not all ranks' slices of {_spelled(lacking[0])} are in the save")
+        raise SaveError(f"slices of {_spelled(lacking[0])} are missing in the checkpoint")
     return _with(state, (), {where: hole.whole() for where, hole in holes.items()}) if holes else state
 
 
 class _Hole:
-    """What this rank needs of one tensor, filled piece by piece."""
+    """The part of one tensor that this rank needs, filled piece by piece."""
 
     def __init__(self, torch: Any, like: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.torch, self.like = torch, like
@@ -78,7 +83,7 @@ class _Hole:
     def take(self, saved: Any) -> None:
         piece = saved if isinstance(saved, Slice) else Slice(saved, tuple(saved.shape), (0,) * saved.dim())
         box = piece.offsets, tuple(piece.local.shape)
-        if not self.missing or box in self._seen:  # replicas have the same
+        if not self.missing or box in self._seen:  # replicas are identical
             return
         self._seen.add(box)
         starts = [max(a, b) for a, b in zip(self.offsets, piece.offsets, strict=True)]
@@ -99,11 +104,11 @@ class _Hole:
 
 
 def _hole(torch: Any, saved: Any, like: Callable[[Where], Any], where: Where) -> _Hole | None:
-    """None for a value that is taken as it was saved."""
+    """None for a value that is used as saved."""
     if isinstance(saved, Slice):
         now = like(where)
         if now is not None and tuple(now.shape) != saved.shape:
-            raise SaveError(f"{_spelled(where)} was divided, is of the shape {list(saved.shape)}, and belongs to something of the shape {list(now.shape)}")
+            raise SaveError(f"{_spelled(where)} was sharded and has shape {list(saved.shape)}, but its tensor has shape {list(now.shape)} now")
         return _Hole(torch, now, saved.shape, saved.local.dtype)
     if isinstance(saved, torch.Tensor) and is_divided(now := like(where)) and now.shape == saved.shape:
         return _Hole(torch, now, tuple(saved.shape), saved.dtype)

@@ -1,4 +1,4 @@
-"""A state as it is at one moment, on the host, while the training goes on: only this copy is waited for."""
+"""Copy a state to the host at one moment, while the training continues; only this copy is waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flatout.state.values import Packed
 
 
 class Snapshot:
-    """Its memory is taken once and used again. ``take`` may be called when nobody reads the last copy any more."""
+    """Its memory is allocated once and reused. Call ``take`` only after the last copy has been read."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -16,12 +16,15 @@ class Snapshot:
         self._copied: Any = None
 
     def take(self, packed: Packed) -> Packed:
-        """The same with copies of its tensors. Those of a CUDA device arrive after `wait`; what is computed there later does not change them."""
+        """The same state with copies of its tensors. Copies from a CUDA device arrive after `wait`.
+
+        Later computation on the device does not change them.
+        """
         kept, devices = {}, set()
         for name, tensor in packed.tensors.items():
             copy = self._kept.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                # The device by name: a program may have set another default (torch.set_default_device).
+                # Name the device: a program may have set another default (torch.set_default_device).
                 copy = self.torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             kept[name] = copy.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
@@ -35,6 +38,6 @@ class Snapshot:
         return Packed(packed.tree, kept, packed.left_out)
 
     def wait(self) -> None:
-        """Until all of it has arrived; called from the thread that writes."""
+        """Wait until all copies have arrived; called from the writing thread."""
         for event in self._copied or ():
             event.synchronize()

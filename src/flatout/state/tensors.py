@@ -1,9 +1,11 @@
-"""Tensors in one safetensors file: written in one pass, read in one pass, by anybody who has the safetensors library.
+"""Write and read tensors in one safetensors file, each in one pass.
 
-Not by that library here: the bytes go from the tensors' own memory to the disk and through the digest, without a second copy of the whole state, while the
-training goes on. And they come back into memory of each tensor's own: the library hands out parts of a mapped file, which change, or end the process, when
-somebody writes over the file or cuts it off, and which drag the whole file with them into the next `torch.save`. Types of numbers that the format does not
-have are stored as bytes; whoever packed the state knows what they were.
+The safetensors library can read the file, but this module does not use it. When writing, the bytes go from
+the tensors' memory to the disk and through the digest. This needs no second copy of the state, and the
+training continues. When reading, each tensor gets its own memory. The library returns parts of a mapped file
+instead. These change, or crash the process, when the file is overwritten or truncated, and the next
+`torch.save` would write the whole file. Dtypes that the format does not have are stored as bytes; the caller
+knows the original dtype.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MOST_DIMENSIONS = 64
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> Stored:
-    """Raises OSError. Tensors of other devices are brought to the host one by one."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # so that each one begins at a multiple of its elements
+    """Raises OSError. Tensors of other devices are copied to the host one by one."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # keeps each tensor aligned to its elements
     return write_file(path, _parts(ordered))
 
 
@@ -56,7 +58,7 @@ def _memory_of(tensor: Any) -> memoryview:
 
 
 def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
-    """On the host, by name. Raises SaveError for what is no such file, or not the one that was ``stored``; then none of it was believed."""
+    """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``stored`` one."""
     try:
         with Reading(path) as file:
             if file.length != stored.bytes:
@@ -66,7 +68,7 @@ def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
                 raise SaveError(f"{path.name} is not what was written: its digest differs")
             return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, MemoryError, OverflowError) as error:
-        raise SaveError(f"{path.name} is no file of tensors ({type(error).__name__}: {str(error)[:200]})") from None
+        raise SaveError(f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
     file.into(length)
     head_bytes = int.from_bytes(length, "little")
     if not 2 <= head_bytes <= min(MOST_HEAD_BYTES, file.length - 8):
-        raise ValueError(f"a header of {head_bytes:,} bytes")
+        raise ValueError(f"its header has {head_bytes:,} bytes")
     head = bytearray(head_bytes)
     file.into(head)
     described = from_json(head)
@@ -86,15 +88,15 @@ def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
         at += tensor.numel() * tensor.element_size()
         found[name] = tensor
     if 8 + head_bytes + at != file.length:
-        raise ValueError("bytes that belong to no tensor")
+        raise ValueError("it contains bytes that belong to no tensor")
     return found
 
 
 def _empty(torch: Any, told: dict[str, Any], at: int, most_bytes: int) -> Any:
-    """Room for the tensor that begins ``at``: neither gaps nor overlaps, and not more than there is."""
+    """Allocate the tensor that begins ``at``. Rejects gaps, overlaps and sizes beyond the file."""
     dtype, shape, (start, end) = getattr(torch, NAMED[told["dtype"]]), told["shape"], told["data_offsets"]
     if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in (*shape, start, end)):
-        raise ValueError("sizes that are none")
+        raise ValueError("it has invalid sizes")
     if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:
-        raise ValueError("tensors that do not lie one behind the other")
+        raise ValueError("its tensors are not contiguous")
     return torch.empty(shape, dtype=dtype, device="cpu")

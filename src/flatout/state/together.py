@@ -1,6 +1,7 @@
-"""One save of several ranks: each writes its own part into the same folder, the first waits for all of them and writes the manifest.
+"""Write one checkpoint from several ranks.
 
-They speak through the folder and nothing else: the threads that write must not use the ranks' collectives, in which the training itself may be.
+Each rank writes its own part into one folder; rank 0 waits for all and writes the manifest. Ranks communicate
+only through the folder: the writing threads must not use collectives, which the training may be using.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ MOST_NOTE_BYTES = 1 << 16
 
 
 def part_of(rank: int) -> str:
-    """The name of a rank's part in a save; the first one's is the save's own state."""
+    """The name of a rank's part in a checkpoint; rank 0's part is the checkpoint's own state."""
     return f"rank{rank}" if rank else ""
 
 
 @dataclass(frozen=True)
 class Together:
-    """``folder_pid`` is the process of rank 0, whose number is in the name of the folder while it is not finished."""
+    """``folder_pid`` is the process of rank 0; its number is in the name of the unfinished folder."""
 
     saves: Saves
     kind: str
@@ -42,19 +43,19 @@ class Together:
     sleep: Callable[[float], None]
 
     def write(self, step: int, packed: Packed, told: Mapping[str, Any]) -> Save | None:
-        """The save on rank 0, None on the others. Raises StorageError, SaveError."""
+        """The checkpoint on rank 0, None on the others. Raises StorageError, SaveError."""
         if self.rank == 0:
             return self._collect(step, packed, told)
         self._bring(step, packed)
         return None
 
     def _begin(self, step: int, packed: Packed) -> Path:
-        """The folder of rank 0; where there is none to be, the others are told not to wait for it."""
+        """Create the folder on rank 0; if that fails, tell the other ranks not to wait for it."""
         for note in self.saves.folder.glob(".none-*"):
             note.unlink(missing_ok=True)
         try:
             if why_not := self.sound(packed):
-                raise SaveError(f"{why_not}. Earlier saves stay.")
+                raise SaveError(f"{why_not}. Earlier checkpoints stay.")
             return self.saves.begin(step)
         except BaseException:
             self._none_of(step).touch()
@@ -69,18 +70,18 @@ class Together:
             files, left_out = write_state(unfinished, "", packed), dict(packed.left_out)
             for rank in range(1, self.ranks):
                 note = unfinished / f"{part_of(rank)}.note"
-                self._until(note.exists, f"rank {rank} has not brought its part of it within {PATIENCE_S:.0f} s. All ranks must see the same folder "
+                self._until(note.exists, f"rank {rank} did not write its part within {PATIENCE_S:.0f} s. All ranks must see the same folder "
                                          f"{self.saves.folder}")
                 brought = json.loads(read_file(note, MOST_NOTE_BYTES))
                 if why_not := brought["unsound"]:
-                    raise SaveError(f"on rank {rank}, {why_not}. Earlier saves stay.")
+                    raise SaveError(f"on rank {rank}, {why_not}. Earlier checkpoints stay.")
                 files |= {name: Stored(size, digest) for name, (size, digest) in brought["files"].items()}
                 left_out |= {f"rank {rank}: {where}": what for where, what in brought["left_out"].items()}
                 note.unlink()
             return self.saves.finish(unfinished, Manifest(self.kind, step, files, left_out, told))
         except OSError as error:
             self.saves.discard(unfinished)
-            raise StorageError(f"cannot keep saves in {self.saves.folder}: {error.strerror}.") from error
+            raise StorageError(f"cannot write checkpoints in {self.saves.folder}: {error.strerror}.") from error
         except BaseException:
             self.saves.discard(unfinished)
             raise
@@ -88,9 +89,9 @@ class Together:
     def _bring(self, step: int, packed: Packed) -> None:
         unfinished = self.saves.folder / f".writing-{step}-{self.folder_pid}"
         self._until(lambda: unfinished.exists() or self._none_of(step).exists(),
-                    f"rank 0 has not made a folder for it within {PATIENCE_S:.0f} s. All ranks must see the same folder {self.saves.folder}")
+                    f"rank 0 did not create its folder within {PATIENCE_S:.0f} s. All ranks must see the same folder {self.saves.folder}")
         if not unfinished.exists():
-            raise StorageError("rank 0 has not begun one.")
+            raise StorageError("rank 0 could not start the checkpoint.")
         name = part_of(self.rank)
         stored = write_state(unfinished, name, packed)
         note = {"files": {file: (each.bytes, each.sha256) for file, each in stored.items()}, "left_out": packed.left_out, "unsound": self.sound(packed)}
@@ -98,7 +99,7 @@ class Together:
             write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
         except OSError as error:
-            raise StorageError(f"cannot keep saves in {self.saves.folder}: {error.strerror}.") from error
+            raise StorageError(f"cannot write checkpoints in {self.saves.folder}: {error.strerror}.") from error
 
     def _until(self, there: Callable[[], bool], why_not: str) -> None:
         end_s = self.wall_s() + PATIENCE_S

@@ -1,20 +1,33 @@
-"""A state as a closed set of JSON values and tensors. What is not in the set is named and left out; nothing is ever pickled.
+"""A state as a closed set of JSON values and tensors.
 
-``None``, ``bool``, ``int``, ``float``, ``str`` and ``list`` stand for themselves. Everything else is an object with one key, which says what it is:
+Other values are named and left out; nothing is ever pickled.
 
-    {"dict": [[key, value], ...]}   also "ordered", "counter"         {"tuple": [...]}   also "set", "frozenset", "size" (torch.Size)
-    {"default": [factory, [[key, value], ...]]}                       {"deque": [[...], most]}
-    {"float": "nan"}   also "inf", "-inf"                             {"complex": [real, imaginary]}
-    {"int": hexadecimal}            of more than 64 bits              {"ints": ["list" or "tuple", base64 of 64-bit words]}   where there are many
-    {"bytes": base64}                                                 {"range": [start, stop, step]}
-    {"dtype": "float32"}   {"device": "cuda:0"}   {"scalar": [numpy's dtype, base64]}   {"array": [numpy's dtype, shape, base64]}
-    {"large": tensor}               an array of numpy that is stored as a tensor
-    {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}    its bytes lie in the file of tensors; ``order`` are its dimensions from the widest
-                                                                      stride to the narrowest, where that is another order than theirs
-    {"slice": tensor, "shape": [...], "at": [...]}                    this rank's part of a tensor that is divided over ranks, and where in it that begins
-    {"missing": type}                                                 was left out of a list
+``None``, ``bool``, ``int``, ``float``, ``str`` and ``list`` are themselves. Everything else is an object with
+one key for its type:
 
-Types are compared exactly: a subclass may carry what nobody here knows of.
+    {"dict": [[key, value], ...]}        also "ordered", "counter"
+    {"tuple": [...]}                     also "set", "frozenset", "size" (torch.Size)
+    {"default": [factory, [[key, value], ...]]}
+    {"deque": [[...], most]}
+    {"float": "nan"}                     also "inf", "-inf"
+    {"complex": [real, imaginary]}
+    {"int": hexadecimal}                 of more than 64 bits
+    {"ints": ["list" or "tuple", base64 of 64-bit words]}    for many integers
+    {"bytes": base64}
+    {"range": [start, stop, step]}
+    {"dtype": "float32"}
+    {"device": "cuda:0"}
+    {"scalar": [numpy's dtype, base64]}
+    {"array": [numpy's dtype, shape, base64]}
+    {"large": tensor}                    a numpy array that is stored as a tensor
+    {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}
+                                         its bytes are in the tensor file; ``order`` lists its dimensions from
+                                         the widest stride to the narrowest, if they are not in that order
+    {"slice": tensor, "shape": [...], "at": [...]}
+                                         this rank's part of a sharded tensor, and its offsets
+    {"missing": type}                    a list entry that was left out
+
+Types are compared exactly: a subclass may carry unknown data.
 """
 
 from __future__ import annotations
@@ -42,8 +55,12 @@ MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
 
 @dataclass
 class Packed:
-    """``tree`` is JSON. ``tensors`` are the program's own, by name, dimensions in the order of their strides. ``left_out``: where something stood that is
-    not in the set, and its type."""
+    """``tree`` is JSON.
+
+    ``tensors``: the program's own, by name, with dimensions in the order of their strides.
+
+    ``left_out``: the places of values outside the set, with their types.
+    """
 
     tree: Any
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +76,7 @@ class _Packer:
         self.torch = torch
         self.packed = Packed(None)
         self.known: dict[Any, str] = {}
-        self.around: set[int] = set()  # what holds the value that is being looked at
+        self.around: set[int] = set()  # the containers of the present value
 
     def all_of(self, state: Any) -> Packed:
         self.packed.tree = self._of(state, "", 0)
@@ -70,7 +87,7 @@ class _Packer:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return value if -WORD <= value < WORD else {"int": hex(value)}  # thousands of digits are written and read only like this
+            return value if -WORD <= value < WORD else {"int": hex(value)}  # the only way for thousands of digits
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if depth > DEEPEST or id(value) in self.around:
@@ -129,7 +146,7 @@ class _Packer:
             try:
                 return {"large": self._tensor(self.torch.from_numpy(value.copy()), where)}
             except TypeError:
-                pass  # a type of numbers that torch does not have
+                pass  # torch does not have this dtype
         return {"array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
     def _tensor(self, tensor: Any, where: str) -> Any:
@@ -137,7 +154,7 @@ class _Packer:
         if tensor.layout is not self.torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
             return self._missing(tensor, where)
         order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), at))
-        if not tensor.permute(order).is_contiguous():  # parts of a larger one, expanded ones: their bytes are copied in order
+        if not tensor.permute(order).is_contiguous():  # a view or expanded: copy its bytes in order
             order = list(range(tensor.dim()))
         same = (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()) if tensor.numel() else id(tensor)
         name = self.known.get(same)
@@ -148,7 +165,7 @@ class _Packer:
         return told if order == list(range(tensor.dim())) else {**told, "order": order}
 
     def _name(self, where: str) -> str:
-        where = where.encode(errors="backslashreplace").decode()  # half a character is no name in a file that others read
+        where = where.encode(errors="backslashreplace").decode()  # lone surrogates are not valid in the file
         name, again = where or "state", 1
         while name in self.packed.tensors or name == "__metadata__":
             name, again = f"{where}#{again}", again + 1
@@ -173,7 +190,10 @@ class _Packer:
 
 
 def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state again, with new lists, dicts and so on around ``tensors``. Raises SaveError for what `pack` did not make."""
+    """Rebuild the state with new containers around ``tensors``.
+
+    Raises SaveError for anything `pack` did not make.
+    """
     try:
         return _value_of(torch, tree, tensors, 0)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, MemoryError) as error:
@@ -182,7 +202,7 @@ def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
 
 def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
     if depth > DEEPEST + 1:
-        raise ValueError("too deep")
+        raise ValueError("it is nested too deeply")
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
 
@@ -238,21 +258,21 @@ def _leaf_of(torch: Any, kind: str, told: Any, inside: Callable[[Any], Any]) -> 
 
         dtype = numpy.dtype(str(told[0]))
         if dtype.hasobject or dtype.names is not None:
-            raise ValueError("an array of objects")
+            raise ValueError("it is an array of objects")
         if kind == "scalar" and not dtype.itemsize:
-            return dtype.type()  # an empty word
+            return dtype.type()  # an empty string
         found = numpy.frombuffer(_bytes(told[-1]), dtype).copy()
         return found.reshape(told[1]) if kind == "array" else found[0]
     if kind == "missing":
         return None
-    raise ValueError(f"an unknown kind of value, {kind!r}")
+    raise ValueError(f"unknown kind of value {kind!r}")
 
 
 def _tensor_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
     shape = told["shape"]
     order = told.get("order", list(range(len(shape))))
     if sorted(order) != list(range(len(shape))):
-        raise ValueError("dimensions in no order")
+        raise ValueError("its dimensions have no valid order")
     found = tensors[told["tensor"]].view(_dtype(torch, told["dtype"])).reshape([shape[at] for at in order])
     return found.permute([order.index(at) for at in range(len(order))])
 
@@ -261,14 +281,14 @@ def _slice_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> S
     local, shape, at = _tensor_of(torch, told["slice"], tensors), told["shape"], told["at"]
     if not len(shape) == len(at) == local.dim() or any(type(each) is not int or each < 0 for each in (*shape, *at)) or any(
             start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True)):
-        raise ValueError("a part that lies outside of its whole")
+        raise ValueError("its slice is out of bounds")
     return Slice(local, tuple(shape), tuple(at))
 
 
 def _dtype(torch: Any, name: str) -> Any:
     found = getattr(torch, name) if type(name) is str and name.isidentifier() else None
     if type(found) is not torch.dtype:
-        raise ValueError(f"no type of numbers is called {name!r}")
+        raise ValueError(f"there is no dtype {name!r}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""An ear for what the program itself does between the phases of a step: which of its own lines takes the time."""
+"""Times the script's own lines between the phases of a step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flatout.measure.lines import LineTimer
 from flatout.measure.statistics import median
 from flatout.trial.listening import Ear
 
-NEIGHBOURS = 3  # lines: a loop of a few lines is one thing
+NEIGHBOURS = 3  # lines; a loop of a few lines counts as one place
 PLACES = 3
 
 
 class BetweenEar(Ear):
-    """Lines are timed except while data is waited for, from the model's call to the end of its backward pass, in the optimizer, and while gradients
-    are set to zero.
+    """Times lines except in data waits, forward and backward passes, optimizer steps and ``zero_grad``.
 
-    A line that holds one of these calls is left out whole: what is around the call is little, and listening to it is not free.
+    A line with one of these calls is left out entirely: the rest of the line takes little time, and tracing
+    it has a cost.
     """
 
     def begin(self) -> None:
         self.timer = LineTimer(is_users)
         self.heard: list[Counter[Line]] = []
-        self.phases: set[Line] = set()  # lines that a phase begins on
+        self.phases: set[Line] = set()  # lines on which a phase begins
         self.timer.__enter__()
         self.timer.adopt(sys._getframe(1))
         self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
@@ -42,7 +42,7 @@ class BetweenEar(Ear):
         return wraps(zero_grad)(zero_grad_left_out)
 
     def tick(self) -> None:
-        self.timer.paused = False  # a step may end without a backward pass of its own
+        self.timer.paused = False  # a step may end without its own backward pass
         self.heard.append(Counter(self.timer.ns))
         self.timer.ns.clear()
 
@@ -81,6 +81,6 @@ class BetweenEar(Ear):
             return {"between": None}
         top = whole.most_common(1)[0][0]
         near = sorted((line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= NEIGHBOURS), key=lambda line: -whole[line])
-        # The median over the steps: what happens once in many steps, a validation or a checkpoint, is not each step's.
+        # The median over the steps ignores rare events, such as a validation or a checkpoint.
         ns = median([sum(tick[line] for line in near) for tick in self.heard])
         return {"between": {"calls": 1.0, "ms": ns / 1e6, "places": [place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None]}}

@@ -1,6 +1,6 @@
-"""Blocks of ticks in a running program, and contests between two states of it: levers switched in the order A B B A.
+"""Runs blocks of ticks in a program, and compares two states of it: levers switched in the order A B B A.
 
-Both sides of such a contest share the process, its memory and the neighbours' noise.
+Both sides of a comparison share the process, its memory and the disturbance by other processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flatout.trial.parent import Trial
 BLOCK_MS = 350.0
 MOST_TICKS = 200
 FEWEST_ROUNDS = 3
-PATIENCE_FACTOR = 30.0  # a block that takes this many times its expected length hangs
+PATIENCE_FACTOR = 30.0  # a block counts as hung after this many times its expected length
 PATIENCE_S = 60.0
-LONGEST_BLOCK = 4.0  # times its expected length; a busy neighbour must not use up the budget
-CATCHING_UP_S = 3.0  # what a program may be run for so that it stands at the same tick as the others
+LONGEST_BLOCK = 4.0  # times its expected length; other busy processes must not use up the budget
+CATCHING_UP_S = 3.0  # time limit for bringing a program to the same tick as the others
 SLOW_TICK_MS = 2000.0  # from here on a round is one block a side
 PREFETCHED_BATCHES = 3  # a loader worker has two batches ready and one in hand
 CLEAR_LOSS = 0.99
@@ -36,7 +36,7 @@ class LeverFailed(Exception):
 
 
 class Watcher:
-    """What a person in front of a search or a profile sees. Every method does nothing."""
+    """Shows the progress of a search or a profile; by default every method does nothing."""
 
     def stage(self, name: str, detail: str = "") -> None: ...
     def until(self, end_s: float) -> None: ...
@@ -45,23 +45,23 @@ class Watcher:
 
 
 def decided(ratio: Ratio, rounds: int) -> bool:
-    """Whether further rounds could not change who wins."""
+    """Whether more rounds could not change the result."""
     return rounds >= FEWEST_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
 
 
 class Blocks:
-    """How long a block of this program is, and how blocks are compared."""
+    """Chooses the length of a block of this program, and compares blocks."""
 
     def __init__(self) -> None:
         self.tick_ms = 1.0
         self.unit = "step"
         self.prefetched_ticks = 0
-        self.longest_ticks = MOST_TICKS  # of one block: fewer where the program ends soon
-        self.settle_ticks = 1  # after a switch, until the program goes as it will
+        self.longest_ticks = MOST_TICKS  # of one block; fewer if the program ends soon
+        self.settle_ticks = 1  # after a switch, until the step time is stable
 
     @property
     def block_ticks(self) -> int:
-        """Ticks of one block: about a third of a second, and past what loader workers had ready beforehand."""
+        """Ticks of one block: about a third of a second, and more than loader workers have prefetched."""
         ticks = round(BLOCK_MS / max(self.tick_ms, 1e-3))
         if self.tick_ms < 500:
             ticks = max(ticks, 2 * self.prefetched_ticks)
@@ -69,7 +69,11 @@ class Blocks:
 
     @property
     def window_ticks(self) -> int:
-        """A block and what comes before it, so that programs of one seed stay at the same tick: an epoch's end falls into the same window of each."""
+        """Ticks of a block and its settling.
+
+        Programs with the same seed stay at the same tick, so an epoch's end falls into the same window of
+        each.
+        """
         return self.block_ticks + (self.settle_ticks if self.tick_ms < SLOW_TICK_MS else 0)
 
     @property
@@ -77,14 +81,16 @@ class Blocks:
         return self.block_ticks * self.tick_ms / 1000
 
     def deadline(self, ticks: int) -> float:
-        """When so many ticks have hung."""
+        """Return the time at which this many ticks count as hung."""
         return seconds() + PATIENCE_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
 
     def block(self, trial: Trial, from_tick: int = 0) -> float:
-        """Milliseconds a tick. The first ticks of a longer block are left out: caches are cold after a pause.
+        """Run a block and return milliseconds a tick.
 
-        A program that has not come to ``from_tick`` yet is brought there first. Sentences, episodes and graphs differ in
-        length: programs with one seed do the same work at the same tick, and are not equal at different ones.
+        Skips the first ticks of a longer block: caches are cold after a pause.
+
+        First brings a program that is behind to ``from_tick``. Sentences, episodes and graphs differ in
+        length: programs with the same seed do the same work only at the same tick.
         """
         self.catch_up(trial, from_tick)
         ticks = self.block_ticks
@@ -93,26 +99,32 @@ class Blocks:
         return block_ms(times[skipped:])
 
     def catch_up(self, trial: Trial, to_tick: int) -> None:
-        """Run a program to a tick, where that takes no more than a few seconds."""
+        """Run a program to a tick, if that takes at most a few seconds."""
         behind = to_tick - trial.ticks_done
         if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
             trial.go(behind, self.deadline(behind))
 
     def run(self, trial: Trial, ticks: int) -> float:
-        """Run some ticks without judging them; the seconds it took."""
+        """Run some ticks without measuring blocks; return the seconds."""
         start = seconds()
         trial.go(ticks, self.deadline(ticks) + 240)  # a compiler may be at work
         return seconds() - start
 
     def switch(self, trial: Trial, choices: Sequence[Choice], patience_s: float = PATIENCE_S) -> None:
-        """Make exactly these live levers hold. Raises LeverFailed where one could not be switched on, or has given up since."""
+        """Make exactly these live levers active.
+
+        Raises LeverFailed if one cannot be switched on or has given up.
+        """
         answer = trial.switch(choices, self.deadline(4) + patience_s)
         for left in (*answer["skipped"], *answer["reports"]):
             raise LeverFailed(left["name"], left["reason"])
 
     def live(self, trial: Trial, a: Sequence[Choice], b: Sequence[Choice], until_s: float, settle_ticks: int = 1,
              heard: Callable[[Ratio], None] = lambda ratio: None, enough: Callable[[Ratio, int], bool] = decided) -> Ratio:
-        """B against A inside one program. Ends at ``until_s``, or early when ``enough(ratio, rounds)``; at least one round."""
+        """Compare B with A inside one program, with at least one round.
+
+        Ends at ``until_s``, or early when ``enough(ratio, rounds)``.
+        """
         rounds: list[Round] = []
         while True:
             times: dict[str, list[float]] = {"a": [], "b": []}

@@ -1,4 +1,4 @@
-"""The wire between a trial's worker and its parent: one JSON value a line over a local socket."""
+"""The connection between a trial's worker and its parent: one JSON value a line over a local socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Hangup(Exception):
-    """The other side is gone."""
+    """The other side closed the connection."""
 
 
 class Channel:
@@ -32,7 +32,7 @@ class Channel:
             raise Hangup(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message. Raises TimeoutError, or Hangup at the end of the line."""
+        """Return the next message. Raises TimeoutError, or Hangup if the connection is closed."""
         self._socket.settimeout(timeout_s)
         while b"\n" not in self._buffer:
             try:
@@ -42,7 +42,7 @@ class Channel:
             except OSError as error:
                 raise Hangup(str(error)) from error
             if not part:
-                raise Hangup("the program is gone")
+                raise Hangup("the program closed the connection")
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)

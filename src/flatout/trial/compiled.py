@@ -1,4 +1,4 @@
-"""What torch.compile did in a program: graphs, recompilations, graph breaks with their reasons and lines. Reads torch's own counters."""
+"""Reads what torch.compile did from torch's counters: graphs, recompilations, graph breaks, lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from flatout.capture.frames import is_users, place_at
 from flatout.plan.profile import Compiled
 
-OF_OURS = "._global_forward_"  # hooks by which we look for root modules, there and gone again: not the program's doing
+# Temporary hooks with which flatout finds root modules; not caused by the program
+OF_OURS = "._global_forward_"
 IN_A_REASON = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def compiled() -> Compiled | None:
-    """None where nothing was compiled. Loads nothing."""
+    """Return the compiler's record; None if nothing was compiled. Loads nothing."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
@@ -28,7 +29,7 @@ def compiled() -> Compiled | None:
         reason = getattr(metrics, "recompile_reason", None)
         if reason and OF_OURS not in reason:
             found.recompiles += 1
-            found.reasons.append(f"compiled again: {_sentence(reason)}")
+            found.reasons.append(f"recompiled: {_sentence(reason)}")
             if file and line and is_users(file):
                 lines.append((file, line))
     for reason in breaks:

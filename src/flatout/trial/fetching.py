@@ -1,6 +1,7 @@
-"""How long a batch takes inside the data set, and which line of the user's takes it: batches fetched once more, in the program's own thread.
+"""Times batches inside the data set and finds the slow line.
 
-Done at the end of a trial: it moves random generators and whatever the data set keeps.
+Fetches some batches again, in the program's own thread. Runs at the end of a trial, because it advances
+random generators and the data set's own state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LOADERS = 4
 
 
 def fetches(torch: Any, scene: Any) -> list[dict[str, Any]]:
-    """For each loader that lives: the place that made it, milliseconds of a batch, and the slowest line with its share."""
+    """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
     found = []
     scene.asleep = True
     try:
@@ -27,7 +28,7 @@ def fetches(torch: Any, scene: Any) -> list[dict[str, Any]]:
             made_at = scene.loaders[number]["place"] if number is not None else None
             try:
                 found.append({"made_at": made_at, **_fetch(torch, loader)})
-            except Exception as error:  # the data set's own: it may want a worker, or more than it gets here
+            except Exception as error:  # the data set's own error: it may need a worker, for example
                 found.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
     finally:
         scene.asleep = False

@@ -1,12 +1,14 @@
-"""The trial's side inside a program whose memory is to be foreseen: from its first batch on, nothing is computed any more.
+"""Predicts memory inside the program: from its first batch on, nothing is computed any more.
 
-The first batch is really fetched; then the program goes on as it is, with operators that run for shapes alone (capture/pretending.py), and is handed
-this batch again and again, in the size that was asked for. Two commands beside ``finish``:
+The first batch is really fetched. Then the program continues with operators that run on shapes alone
+(capture/pretending.py), and receives this batch repeatedly, in the requested size. There are two commands
+besides ``finish``:
 
-    {"do": "foresee", "batch": n}   two steps with batches of n samples (None: as they come); what they take is the answer
+    {"do": "foresee", "batch": n}   two steps with n samples a batch (None: unchanged); returns their memory
 
-The second step is the one that counts: in the first, the optimizer makes its state. When the program ends, all is put back that it would see:
-gradients and the state of its optimizers; parameters, buffers and the random state were never touched.
+The second step counts, because in the first the optimizer creates its state. At the end everything that the
+program can see is restored: gradients and the state of its optimizers. Parameters, buffers and random state
+were never changed.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
 ENTRY = "flatout.trial.foreseeing:attach"
-STEPS = 2  # the first one makes the optimizer's state
-MOST_BATCHES = 4096  # of one batch size; a step that takes more will not end
+STEPS = 2  # the first one creates the optimizer's state
+MOST_BATCHES = 4096  # of one batch size; a step that takes more never ends
 HELD = "held by the program"
 
 
@@ -38,27 +40,32 @@ def attach(job: dict[str, Any]) -> None:
 
 
 class Foreseer(Worker):
-    """``pretended`` is None until the first batch; ``asked`` are the samples of a batch that the program gets, None for as many as it made."""
+    """Runs the program with fake tensors.
+
+    ``pretended`` is None until the first batch. ``asked`` is the batch size given to the program, None for
+    its own.
+    """
 
     def __init__(self, spec: TrialSpec, torch: Any) -> None:
         super().__init__(spec, torch)
-        self.simulated = False  # sizes as torch's allocator for CUDA hands them out, though the program is on the CPU
+        self.simulated = False  # sizes as of torch's CUDA allocator although the program is on the CPU
         self.blocks = Blocks()
         self.pretended: Pretending | None = None
-        self.samples: int | None = None  # in a batch, as the program made it
-        self.loader: int | None = None  # the number of the one that the first batch came from
+        self.samples: int | None = None  # in a batch, as the program makes it
+        self.loader: int | None = None  # the number of the loader of the first batch
         self.length: int | None = None  # samples of its data set
         self.asked: int | None = None
         self.steps_left = 0
         self.batches_given = 0
-        self.step_began = 0  # its event
-        self.ordinary = 0  # what of the ledger was there before
+        self.step_began = 0  # the event at its start
+        self.ordinary = 0  # length of the ledger before
         self.first: Peak | None = None
-        self.open: list[str] = []  # the modules whose forward is open
-        self.outermost = 0  # the event at which the outermost of them was entered
+        self.open: list[str] = []  # modules inside their forward pass
+        self.outermost = 0  # the event at which the outermost one was entered
         self.names: dict[int, str] = {}
         self.kind_of_real = HELD
-        self._repeated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # iterator -> its first batch
+        # Iterator -> its first batch
+        self._repeated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         super().attach()
@@ -100,7 +107,7 @@ class Foreseer(Worker):
         self.ledger.set(loader_class, "__iter__", iter_pretended)
 
     def _again(self, iterator: Any) -> Any:
-        """The batch of this iterator, of the size that is asked for, without memory."""
+        """Return the batch of this iterator, in the requested size, without memory."""
         self.batches_given += 1
         if self.batches_given > MOST_BATCHES:
             raise LookupError(f"a step of this program took more than {MOST_BATCHES} batches")
@@ -109,7 +116,10 @@ class Foreseer(Worker):
         return resized(batch, samples, self.asked or samples, partial(self._input, samples=samples))
 
     def _input(self, tensor: Any, dimension: int | None, samples: int) -> Any:
-        """A tensor of the batch without memory. Integers keep their values: lengths and classes, of which shapes may be made."""
+        """Return a tensor of the batch without memory.
+
+        Integers keep their values, because shapes may depend on them.
+        """
         assert self.pretended is not None
         torch, wanted = self.torch, self.asked or samples
         if tensor.layout != torch.strided:
@@ -130,7 +140,7 @@ class Foreseer(Worker):
     # -- entering -------------------------------------------------------------------------------------------------------
 
     def _enter(self, batch: Any = None, iterator: Any = None) -> None:
-        """From here on nothing is computed. What lives already is counted first."""
+        """Count what is alive, and stop computing from here on."""
         if iterator is not None:
             loader = next((loader for loader in self.scene.live_loaders if loader.dataset is iterator._dataset), None)
             self.samples = samples_in(batch, getattr(loader, "batch_size", None))
@@ -146,7 +156,7 @@ class Foreseer(Worker):
             self.blocks = Blocks(CUDA_ROUNDING_BYTES)
         self.pretended = Pretending(self.torch, self.ledger, self._born, self._gone, device_type, not self.simulated)
         self._count_what_lives(batch)
-        self.kind_of_real = "inputs"  # what turns up later, the program has made of its data
+        self.kind_of_real = "inputs"  # later real tensors are made by the program from its data
         modules = self.torch.nn.modules.module
         self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove)
         self.ledger.call("forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove)
@@ -162,24 +172,24 @@ class Foreseer(Worker):
     def _why_not(self) -> str:
         distributed = self.torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            return "it trains on several ranks, and what they say to one another cannot be had without computing it"
+            return "it trains on several ranks, whose messages are not available without computing them"
         return ""
 
     def _leave_compilers_out(self) -> None:
-        """A compiled function would be compiled for tensors without memory; it runs as it was written."""
+        """Run compiled functions uncompiled, because compilation would see tensors without memory."""
         compiler = self.torch.compiler
         compiler.set_stance("force_eager")
         self.ledger.call("compiler's stance", lambda: compiler.set_stance("default"))
 
     def _as_on_cuda(self) -> None:
-        """On CUDA torch's optimizers take all tensors at once where nobody chose; that needs lists of temporary ones."""
+        """Use foreach optimizers, as is torch's default on CUDA; they need lists of temporary tensors."""
         from torch.optim import optimizer
 
         known = optimizer._get_foreach_kernels_supported_devices()
         self.ledger.set(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*known, "cpu"])
 
     def _save(self) -> None:
-        """What the program will be given back: gradients, and the state of its optimizers."""
+        """Save what the program gets back at the end: gradients and the state of its optimizers."""
         gradients = [(p, p.grad) for p in self.scene.parameters]
         states = [(optimizer, {p: dict(state) if isinstance(state, dict) else state for p, state in optimizer.state.items()})
                   for optimizer in self.scene.optimizers]
@@ -194,7 +204,10 @@ class Foreseer(Worker):
         self.ledger.call("gradients and optimizer state", put_back)
 
     def _count_what_lives(self, batch: Any) -> None:
-        """Every tensor on the device, by what it is for. The data set of a program that runs on the CPU is no part of a simulated device."""
+        """Count every tensor on the device by its purpose.
+
+        The data set of a program that runs on the CPU is not part of a simulated device.
+        """
         assert self.pretended is not None
         torch, kinds = self.torch, {}
         given = {id(tensor) for tensor in tensors_of(batch)}
@@ -209,7 +222,8 @@ class Foreseer(Worker):
                 kinds[id(parameter.grad)] = "gradients"
         kinds.update({id(v): "optimizer state" for o in self.scene.optimizers for state in o.state.values() for v in tensors_in(state, torch)})
         tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor) and id(thing) not in given]
-        for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):  # a storage is what its first tensor is for
+        # A storage has the purpose of its first tensor
+        for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):
             self.kind_of_real = kinds.get(id(tensor), HELD)
             if self.kind_of_real != HELD or not self.simulated:
                 self.pretended.count_real(tensor)
@@ -254,13 +268,13 @@ class Foreseer(Worker):
             self.names.update({id(module): ".".join(filter(None, [type(root).__name__, name])) for name, module in root.named_modules()})
 
     def backward_begin(self, losses: tuple) -> None:
-        if self.pretended is not None:  # else it is a model of bare tensors, and nothing was heard of it before its first step has ended
+        if self.pretended is not None:  # otherwise a model without modules, unknown until its first step ends
             self.blocks.outlived("activations", self.step_began)
 
     def backward_end(self) -> None:
         if self.pretended is not None:
             self._are([p.grad for p in self.scene.parameters], "gradients")
-            if self.scene.closure_steps:  # a step may be hundreds of these, and takes as much in each
+            if self.scene.closure_steps:  # a step may have hundreds of passes, which all take the same memory
                 self._step_done("backward")
 
     def optimizer_end(self, optimizer: Any) -> None:
@@ -272,7 +286,7 @@ class Foreseer(Worker):
             self._enter()
             return
         if self.stopping:
-            os._exit(0)  # the stop was swallowed somewhere
+            os._exit(0)  # the program swallowed StopTrial
         if not self.scene.closure_steps:
             self._step_done("step")
 

@@ -1,6 +1,6 @@
-"""The steps that are listened to: an Ear hears some whole ticks of the running program, tells what it heard as JSON, and leaves nothing behind.
+"""Probes: each observes some whole ticks of the running program, returns JSON, and undoes its changes.
 
-What an ear costs is in those ticks alone; phases and step times come from quiet ones.
+A probe only slows its own ticks; phases and step times come from undisturbed ticks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from flatout.measure.operations import Recording
 
 @dataclass
 class Surroundings:
-    """What an ear may look at. ``outside()`` lets it write where the program itself may not; ``ours()`` are tensors that we keep ourselves."""
+    """What a probe may use.
+
+    ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
+    """
 
     torch: Any
     scene: Any
@@ -38,11 +41,15 @@ class Surroundings:
 
 
 class CannotHear(Exception):
-    """Why an ear has nothing to tell of this program: a sentence for a person, without its stop."""
+    """A probe does not work with this program; the message is a sentence without a full stop."""
 
 
 class Ear(Listener):
-    """``begin`` and ``end`` are called between two ticks, ``tick`` after each one. ``end`` must undo everything, whatever happened."""
+    """The base of all probes.
+
+    ``begin`` and ``end`` run between two ticks, ``tick`` after each. ``end`` must undo everything in any
+    case.
+    """
 
     def __init__(self, around: Surroundings, wishes: dict[str, Any]) -> None:
         self.around, self.wishes = around, wishes
@@ -58,19 +65,19 @@ class Ear(Listener):
         return {}
 
     def last_words(self) -> dict[str, Any] | None:
-        """What was heard until the program failed, where that is worth telling. Nothing needs to be undone."""
+        """Return what is known when the program fails, if it is useful. Nothing needs to be undone."""
         return None
 
     def end_quietly(self) -> None:
-        """After a failure: undo what can be undone."""
+        """Undo what can be undone after a failure."""
         try:
             self.ledger.restore()
         except RuntimeError:
-            pass  # the failure that counts is the first one
+            pass  # only the first failure counts
 
 
 class Listening:
-    """The ear that is open, if one is. An ear that fails hears no more; why is told at its end."""
+    """Holds the open probe, if any. A probe that fails stops observing; its end reports the reason."""
 
     def __init__(self, around: Surroundings) -> None:
         self.around = around
@@ -78,11 +85,11 @@ class Listening:
         self._deaf = ""
 
     def begin(self, wishes: dict[str, Any]) -> str:
-        """Why the ear cannot be opened, or nothing."""
+        """Open a probe; return why it cannot be opened, or ""."""
         ear = ear_for(wishes["ear"], self.around, wishes)
         try:
             ear.begin()
-        except Exception as error:  # a profiler of the script's own that is running, say
+        except Exception as error:  # for example, the script's own profiler is running
             ear.end_quietly()
             return _named(error)
         self.ear, self._deaf = ear, ""
@@ -107,11 +114,11 @@ class Listening:
         return {"why_not": self._deaf} if self._deaf else heard
 
     def last_words(self) -> dict[str, Any] | None:
-        """The program has failed: nothing is undone any more."""
+        """Return the results so far after the program failed; nothing is undone."""
         try:
             return self.ear.last_words() if self.ear is not None and not self._deaf else None
         except Exception:
-            return None  # the failure that counts is the program's
+            return None  # only the program's failure counts
 
 
 def _named(error: Exception) -> str:
@@ -122,7 +129,7 @@ def _named(error: Exception) -> str:
 
 
 class CrossingsEar(Ear):
-    """Where tensors wait for Python, and what is copied."""
+    """Records where tensors wait for Python, and what is copied."""
 
     def begin(self) -> None:
         self._fetching = False
@@ -141,10 +148,11 @@ class CrossingsEar(Ear):
 
 
 class OperationsEar(Ear):
-    """torch's own profiler around ``active`` ticks, after ``wait`` quiet ones and ``warmup`` ones that it throws away.
+    """Runs torch's profiler for ``active`` ticks, after ``wait`` undisturbed and ``warmup`` discarded ones.
 
-    One tick before all of them tells the lines of the operators. The profiler's own stacks are not recorded: begun in the middle of a step, as
-    here, it takes half a minute to end (torch 2.14), and names functions instead of lines.
+    One tick before them records the lines of the operators. The profiler's own stacks are off: started in the
+    middle of a step, as here, it takes half a minute to stop (torch 2.14), and it names functions instead of
+    lines.
     """
 
     def begin(self) -> None:
@@ -156,7 +164,7 @@ class OperationsEar(Ear):
         self.heard: dict[str, Any] = {}
         self.started = False
         self.lines = OperatorLines(self.torch, self.ledger, HostClock.mark)
-        if not self.scene.compiled_by_script:  # a compiler does not compile under a mode
+        if not self.scene.compiled_by_script:  # compilers do not compile under a dispatch mode
             self.lines.install()
 
     def tick(self) -> None:
@@ -187,7 +195,7 @@ class OperationsEar(Ear):
 
 
 def ear_for(name: str, around: Surroundings, wishes: dict[str, Any]) -> Ear:
-    """Raises LookupError for a name that nobody has."""
+    """Return a new probe. Raises KeyError for an unknown name."""
     from flatout.trial.between import BetweenEar
     from flatout.trial.noise import NoiseEar
     from flatout.trial.pace import PaceEar

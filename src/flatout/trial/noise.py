@@ -1,8 +1,9 @@
-"""An ear for gradient noise: gradients of one batch after another while the weights hold still.
+"""A probe for gradient noise: records the gradients of successive batches while the weights are frozen.
 
-Each backward pass is heard by what it adds to the gradients, before anybody clips, unscales or averages them. The passes between two batches of
-the loader belong to one batch; without a loader those of one step do. So accumulated micro-batches count one by one, and several losses of one batch
-together. Buffers (running statistics) and the scale of a GradScaler are put back at the end; a scheduler has gone on.
+A backward pass is recorded by what it adds to the gradients, before they are clipped, unscaled or averaged.
+The passes between two batches of the loader belong to one batch; without a loader, the passes of one step do.
+So accumulated micro-batches count separately, and several losses of one batch count together. Buffers
+(running statistics) and the scale of a GradScaler are restored at the end; a scheduler has advanced.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from flatout.measure.parity import digest, tensors_in
 from flatout.trial.listening import CannotHear, Ear
 
 MOST_GROUPS = 64
-SPARE = 0.25  # of the free memory may be filled with gradients
-COLUMNS = 2**20  # of the gradients that are multiplied at once
+SPARE = 0.25  # of the free memory, for gradients
+COLUMNS = 2**20  # of the gradients, multiplied at once
 
 
 class NoiseEar(Ear):
-    """``ticks`` in the wishes are how many steps are heard; ``heard`` tells products and squares as `flatout.measure.noise_scale` wants them."""
+    """Records ``ticks`` steps; returns products and squares for `flatout.measure.noise_scale`."""
 
     def begin(self) -> None:
         self._refuse()
@@ -34,9 +35,9 @@ class NoiseEar(Ear):
         if self.most_groups < FEWEST_GROUPS:
             raise CannotHear(f"{FEWEST_GROUPS} gradients of this model, {FEWEST_GROUPS * bytes_each / 2**30:.1f} GiB, do not fit into the memory that is free")
         self.a_group = math.ceil(self.ticks * max(1, self.scene.backwards_in_last_step) / self.most_groups)
-        self.open: Any = None  # what the batch at hand has added so far
+        self.open: Any = None  # what the current batch has added so far
         self.before: list[Any] = []
-        self.sizes: list[int] = []  # of the last two batches that were taken
+        self.sizes: list[int] = []  # of the last two fetched batches
         self.usual = 0
         self.from_loader = False
         self.not_finite = 0
@@ -50,22 +51,22 @@ class NoiseEar(Ear):
 
     def _begin_anew(self) -> None:
         self.sums: list[Any] = []  # of the gradients of a group
-        self.counts: list[int] = []  # how many those are
+        self.counts: list[int] = []  # gradients in each group
         self.squares: list[float] = []  # the sum of their squared lengths
 
     def _refuse(self) -> None:
         scene, ranks = self.scene, self.torch.distributed
         if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-            raise CannotHear("the program has several ranks, whose weights would have to hold still together; run it with one")
+            raise CannotHear("the program has several ranks, whose weights cannot be frozen together; run it with one")
         if not scene.optimizers:
-            raise CannotHear("the program updates its parameters without an optimizer object, so they cannot be held still")
+            raise CannotHear("the program updates its parameters without an optimizer object, so they cannot be frozen")
         if len(scene.optimizers) > 1:
-            raise CannotHear(f"the program has {len(scene.optimizers)} optimizers: each has a noise scale of its own, and the gradients of one's loss may "
-                             "run through the parameters of another")
+            raise CannotHear(f"the program has {len(scene.optimizers)} optimizers: each has its own noise scale, and the gradients of one loss may "
+                             "also reach the parameters of another")
         if scene.closure_steps and scene.backwards_in_last_step > 1:
-            raise CannotHear("the optimizer runs forward and backward several times inside one step, at weights that it moves itself")
+            raise CannotHear("the optimizer runs forward and backward several times inside one step, and moves the weights in between")
         if len(scene.scalers) > 1:
-            raise CannotHear("the program has several GradScalers, and it is not known whose scale is in a gradient")
+            raise CannotHear("the program has several GradScalers, and the scale of a gradient is unknown")
 
     def _keep_buffers(self) -> None:
         buffers = [buffer for root in self.scene.roots for buffer in root.buffers()]
@@ -78,7 +79,7 @@ class NoiseEar(Ear):
 
         self.ledger.call("buffers", put_back)
 
-    # -- hearing --------------------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------------
 
     def data_end(self, loader: Any, batch: Any) -> None:
         self.from_loader = True
@@ -109,12 +110,15 @@ class NoiseEar(Ear):
             self._close()
 
     def _close(self) -> None:
-        """The batch at hand is done. A batch of another size than most, the last of an epoch, is left out, and so are its neighbours:
-        scripts that take the next batch early are one behind."""
+        """Finish the current batch.
+
+        A batch of unusual size, the last of an epoch, is skipped with its adjacent batches, because scripts
+        that prefetch are one batch behind.
+        """
         whole, self.open = self.open, None
         if whole is None:
             return
-        if max(self.sizes, default=0) > self.usual:  # what came so far were the last batches of an epoch
+        if max(self.sizes, default=0) > self.usual:  # the batches so far were the last of an epoch
             self.usual = max(self.sizes)
             self._begin_anew()
         if any(size != self.usual for size in self.sizes):
@@ -139,12 +143,12 @@ class NoiseEar(Ear):
             self._close()
         super().end()
         if digest(self.parameters, self.torch) != self.weights:
-            raise CannotHear("the program moves its weights otherwise than by its optimizer")
+            raise CannotHear("the program changes its weights outside its optimizer")
         full = [at for at, count in enumerate(self.counts) if count == self.a_group]
         if len(full) < FEWEST_GROUPS:
             lost = f", and {self.not_finite} were not finite" if self.not_finite else ""
-            raise CannotHear(f"gradients of {sum(self.counts)} whole batches of one size were heard in {self.ticks} steps{lost}; "
-                             f"{FEWEST_GROUPS * self.a_group} are the fewest")
+            raise CannotHear(f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
+                             f"at least {FEWEST_GROUPS * self.a_group} are needed")
         sums = [self.sums[at].div_(self.a_group) for at in full]
         products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")
         for start in range(0, sums[0].numel(), COLUMNS):

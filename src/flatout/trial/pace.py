@@ -1,4 +1,7 @@
-"""An ear for the pace of a rank: its steps, its waits for data, its exchanges, the size of its shares. Opened in all ranks after the same step."""
+"""A probe for the pace of a rank: steps, data waits, exchanges, size of its shares.
+
+Runs in all ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from flatout.trial.listening import CannotHear, Ear
 
 
 class PaceEar(Ear):
-    """Tells one value a step of each: ``step_ms``, ``data_ms``, ``exchange_ms`` (what was not hidden behind the backward pass), ``samples`` and ``elements``
-    (of the model's inputs), ``sent_bytes``."""
+    """Returns one value per step.
+
+    ``step_ms``, ``data_ms``, ``exchange_ms`` (the part not hidden behind the backward pass), ``samples``,
+    ``elements`` (of the model's inputs) and ``sent_bytes``.
+    """
 
     def begin(self) -> None:
         if self.scene.divided is None or (here := standing()) is None:
-            raise CannotHear("the program does not run as ranks of ours")
+            raise CannotHear("the program does not run as ranks of flatout")
         self.here, self.divided = here, self.scene.divided
         self.clock, self.host = clock_for(self.torch, self.scene.device), HostClock()
         self.spans: list[list[tuple[str, Any, Any]]] = [[]]

@@ -1,4 +1,4 @@
-"""The trial's side outside the program: starts it, asks it for one thing at a time, and takes its record."""
+"""The part of a trial outside the program: starts it, sends one command at a time, and takes its record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProgramGone(Exception):
 
 
 class Trial:
-    """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
+    """One run of the program. Use it as a context manager, which always ends the process group."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
                  reseed: bool = False, table: str = TABLE, shake: float = 0.0, watch: bool = False, entry: str = ENTRY,
@@ -45,11 +45,11 @@ class Trial:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
         self.table, self.shake, self.watch, self.entry, self.wishes = table, shake, watch, entry, dict(wishes or {})
         self.ready: dict[str, Any] = {}
-        self.training = False  # some process of it has finished its first backward pass
-        self.attached = False  # some process of the program has imported torch
+        self.training = False  # a process of it has finished its first backward pass
+        self.attached = False  # a process of it has imported torch
         self.started_s = 0.0
-        self.ticks_done = 0  # since the program has started to train
-        self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
+        self.ticks_done = 0  # since the program began to train
+        self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket path is limited to 107 characters
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
@@ -80,16 +80,22 @@ class Trial:
         self._program = Program(self.command.argv, attached(self.folder.spec.resolve(), extra), self.folder.stdout, self.folder.stderr, self.show)
         return self
 
-    # -- asking -----------------------------------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------------------------
 
     def wait_ready(self, deadline_s: float) -> dict[str, Any]:
-        """Until the program has trained its first steps and is warm. Raises ProgramGone where it never comes to that."""
+        """Wait until the program has trained its first steps and is warm.
+
+        Raises ProgramGone if it never is.
+        """
         while not self.is_ready(deadline_s):
             pass
         return self.ready
 
     def is_ready(self, deadline_s: float, wait_s: float = POLL_S) -> bool:
-        """Wait up to ``wait_s`` for the program to be warm. Raises ProgramGone where it ends first, or is not warm by ``deadline_s``."""
+        """Wait up to ``wait_s`` for the program to be warm.
+
+        Raises ProgramGone if it ends first, or is not warm by ``deadline_s``.
+        """
         message = self._look(deadline_s, NEVER_TRAINED, wait_s)
         if message is None:
             return False
@@ -98,7 +104,7 @@ class Trial:
         return True
 
     def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Give the baton, wait for the answer, take the baton back."""
+        """Send a command and wait for the answer; the program may run only until then."""
         assert self._main is not None
         assert self._program is not None
         self._program.go_on()
@@ -106,19 +112,22 @@ class Trial:
             self._main.send(command)
         except Hangup:
             raise ProgramGone(self._gone("")) from None
-        return self._receive(deadline_s, f"it did not answer within the time ({command['do']})")
+        return self._receive(deadline_s, f"it did not answer in time ({command['do']})")
 
     def hold(self, look_again: bool = False) -> None:
         if self._program is not None:
             self._program.stop(look_again)
 
     def go_on(self) -> None:
-        """Let it run by itself: while it starts, or its compiler works."""
+        """Let the program run freely while it starts or compiles."""
         if self._program is not None:
             self._program.go_on()
 
     def go(self, ticks: int, deadline_s: float, longest_s: float = 1e9) -> list[float]:
-        """Milliseconds of each of ``ticks`` ticks (fewer, at least one, after ``longest_s``); the program is held before and after."""
+        """Run ``ticks`` ticks and return the milliseconds of each; the program is paused before and after.
+
+        After ``longest_s`` it returns fewer ticks, but at least one.
+        """
         answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s}, deadline_s)
         self.hold()
         times: list[float] = answer["ms"]
@@ -131,9 +140,10 @@ class Trial:
         return answer
 
     def listen(self, ear: str, deadline_s: float, **wishes: Any) -> dict[str, Any]:
-        """Some ticks under an ear of ``trial.listening``: what it heard, its ticks' milliseconds as ``ms``, or ``why_not``.
+        """Run some ticks with a probe of ``trial.listening``.
 
-        Some ears tell what they have heard when the program fails: then ``failed`` says of what.
+        Returns its results with the ticks' milliseconds as ``ms``, or ``why_not``. Some probes also report
+        when the program fails; then ``failed`` has the error.
         """
         answer = self.ask({"do": "listen", "ear": ear, **wishes}, deadline_s)
         self.hold()
@@ -141,7 +151,10 @@ class Trial:
         return answer
 
     def finish(self, deadline_s: float | None = None, draws: bool = False) -> TrialRecord:
-        """Stop the program and take its record. ``draws``: let it fetch a few samples again and again first, for the guard."""
+        """Stop the program and take its record.
+
+        ``draws``: first fetch a few samples repeatedly, for the guard.
+        """
         if self._record is None:
             try:
                 answer = self.ask({"do": "finish", "draws": draws}, deadline_s or seconds() + 60)
@@ -149,7 +162,8 @@ class Trial:
                 self._record = gone.record
             else:
                 assert self._program is not None
-                # A launcher must not hear that its rank has stopped: it would call that a failure, and so would the other ranks.
+                # A launcher must not notice that its rank has stopped: it and the other ranks would report a
+                # failure.
                 alone = answer.get("pid") == self._program.process.pid
                 self._record = self._read_record(self._program.end() if alone else self._program.end(0.0))
         return self._record
@@ -160,11 +174,11 @@ class Trial:
         for channel in self._channels:
             channel.close()
         self._listener.close()
-        tidy(str(self.folder.saved))  # what a killed program left; its checkpoints are of no use to anybody either
+        tidy(str(self.folder.saved))  # left by a killed program; its checkpoints are useless too
         for folder in (self._short, self.folder.saved):
             shutil.rmtree(folder, ignore_errors=True)
 
-    # -- listening --------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def _receive(self, deadline_s: float, late: str) -> dict[str, Any]:
         while True:
@@ -173,7 +187,10 @@ class Trial:
                 return message
 
     def _look(self, deadline_s: float, late: str, wait_s: float) -> dict[str, Any] | None:
-        """The next message, or None where none came within ``wait_s``. Raises ProgramGone, also once ``deadline_s`` has passed."""
+        """Return the next message; None if none came within ``wait_s``.
+
+        Raises ProgramGone, also after ``deadline_s``.
+        """
         assert self._program is not None
         self._accept()
         for channel in [self._main] if self._main else list(self._channels):
@@ -230,7 +247,7 @@ class Trial:
                 return self._lost("ended", "the program ended without a training step", code)
             if self.attached:
                 how = f"left with exit code {code}" if code is None or code >= 0 else f"was killed by signal {-code}"
-                return self._lost("failed" if code else "ended", f"the program {how} without a word (os._exit, or a crash below Python)", code)
+                return self._lost("failed" if code else "ended", f"the program {how} without a message (os._exit, or a crash below Python)", code)
             return self._lost("failed" if code else "unattached", "no Python process of it imported torch", code)
         record = TrialRecord.from_json(data)
         record.exit_code = code
@@ -246,7 +263,7 @@ class Trial:
         return record
 
     def log_tail(self) -> str:
-        """The last words of the program: its error output, or its output where that is empty."""
+        """Return the last output of the program: stderr, or stdout if stderr is empty."""
         if self._program is None:
             return ""
         text = self._program.err.content() or self._program.out.content()
@@ -254,7 +271,10 @@ class Trial:
 
 
 def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[str, str]:
-    """The variables that the PROCESS levers of a Plan want. A lever that cannot be had here is left out by name."""
+    """Return the variables for the PROCESS levers of a Plan.
+
+    Raises TrialFailed for a lever that is unavailable here.
+    """
     extra: dict[str, str] = {}
     for lever in levers(table):
         choice = plan.get(lever.name)
@@ -268,10 +288,13 @@ def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[st
 
 
 def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) -> TrialRecord:
-    """The whole of a plain trial: warm up, run ``steps`` ticks, finish. A program that ends earlier gives what it has."""
+    """Run a plain trial: warm up, run ``steps`` ticks, finish.
+
+    A program that ends earlier returns what it has.
+    """
     try:
         trial.wait_ready(deadline_s)
-        # A program that is too slow for the time gives the steps it came to.
+        # A slow program returns the steps it completed in time.
         trial.ask({"do": "go", "ticks": steps, "seconds": max(0.1, 0.95 * (deadline_s - seconds()))}, deadline_s)
     except ProgramGone as gone:
         return gone.record

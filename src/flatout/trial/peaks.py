@@ -1,4 +1,4 @@
-"""The ear for one number: the most that tensors took within one training step."""
+"""The probe for peak memory: the most that tensors take within one training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.trial.remembering import SETTLING_TICKS, Recorded
 
 @dataclass
 class Seen:
-    """A tick in ns of our clock: its start, with so many bytes in use, the start of the step in it, and the end of both."""
+    """A tick in ns of our clock: its start, the bytes in use then, the start of its step, and its end."""
 
     start: int
     before: int
@@ -20,11 +20,13 @@ class Seen:
 
 
 class PeakEar(Recorded):
-    """Peak bytes of a step, the largest of its ticks but the first two: one of them may have been the last, shorter batch of an epoch.
+    """Measures the peak bytes of a step, the largest of its ticks without the first two.
 
-    On a CUDA device what its allocator had handed out (``max_memory_allocated``) and what recorded graphs hold. On a CPU the tensors that lived as
-    a tick began, and from there on every allocation. Both count parameters, gradients and optimizer state; neither counts the interpreter or a CUDA
-    context. A step begins with its first forward pass that keeps gradients: an evaluation between two epochs is none of it.
+    One of the first two may be the shorter last batch of an epoch. On a CUDA device it is what the allocator
+    handed out (``max_memory_allocated``) plus the memory of recorded graphs. On a CPU it is the tensors alive
+    when a tick began plus every later allocation. Both count parameters, gradients and optimizer state, but
+    not the interpreter or a CUDA context. A step begins with its first forward pass that keeps gradients, so
+    an evaluation between two epochs does not count.
     """
 
     def begin(self) -> None:
@@ -63,7 +65,8 @@ class PeakEar(Recorded):
             return {"peak_bytes": self.peak + reserved_for_graphs(self.torch, self.scene.device)}
         events = self.events()
         later = self.later_ns(events)
-        totals = running_totals(allocations(events, None), 0)  # what was taken before the recording is not seen to be given back
+        # Memory taken before the recording is never seen to be freed
+        totals = running_totals(allocations(events, None), 0)
         peak = 0
         for tick in self.seen:
             shift = tick.before - at(totals, tick.start + later, 0)

@@ -1,4 +1,4 @@
-"""An ear that says which learning rate a step is made with, and by which optimizer, and hears the loss."""
+"""A probe that sets the learning rate and the optimizer of each step, and records the loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flatout.trial.listening import CannotHear, Ear
 
 
 class LrRangeEar(Ear):
-    """In tick k the first parameter group has ``low * factor**k``; the others keep their proportion to it. ``low`` None: the script's own learning rate.
+    """Gives the first parameter group ``low * factor**k`` in tick k; the others keep their proportion to it.
 
-    The learning rate is set as each optimizer begins its step, so a scheduler of the script's has no say meanwhile. The values that were there are
-    put back at the end. ``optimizer`` (a name, ``options``) steps in place of the script's.
+    ``low`` None: the script's own learning rate. The rate is set when each optimizer begins its step, so a
+    scheduler of the script has no effect. The original values are restored at the end. ``optimizer`` (a name,
+    with ``options``) steps instead of the script's.
     """
 
     def begin(self) -> None:
@@ -48,7 +49,7 @@ class LrRangeEar(Ear):
             self._try(stand_in.step)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """The program must not fail of a stand-in; the tick tells."""
+        """Run a part of the stand-in. Its error must not end the program; ``tick`` reports it."""
         try:
             if self.failed is None:
                 part()
@@ -77,7 +78,7 @@ class LrRangeEar(Ear):
         return self._heard()
 
     def last_words(self) -> dict[str, Any]:
-        """A program that fails at a learning rate, as losses of probabilities do that have become NaN, has left for good there."""
+        """Report a failing program, for example one with a NaN loss, as diverged at this learning rate."""
         self.rates.append(self._rate())
         self.losses[len(self.rates) - 1] = []
         return self._heard()
@@ -92,7 +93,8 @@ class LrRangeEar(Ear):
 class StandIn:
     """An optimizer that steps with the gradients of another one, which finds none and does nothing.
 
-    It has the other's groups, with their learning rates and weight decay. Nobody hears its steps: they are those of the one that it stands in for.
+    It uses the other's groups with their learning rates and weight decay. Its steps trigger no events; they
+    count as the other's.
     """
 
     def __init__(self, torch: Any, own: Any, name: str, options: dict[str, Any]) -> None:
@@ -101,12 +103,13 @@ class StandIn:
         shared = [key for key in ("lr", "weight_decay") if key in knows and key not in options]
         groups = [{"params": list(group["params"]), **{key: group[key] for key in shared if key in group}} for group in own.param_groups]
         self.own, self.optimizer = own, kind(groups, **options)
-        self._quiet_step = getattr(kind.step, "__wrapped__", kind.step)  # torch wraps step() with the hooks when the first object is made
+        # Torch wraps step() with hooks when the first object is created
+        self._quiet_step = getattr(kind.step, "__wrapped__", kind.step)
         self._gradients: list[tuple[Any, Any]] = []
 
     def before(self) -> None:
         if getattr(self.own, "grad_scale", None) is not None:
-            raise LookupError(f"a GradScaler leaves it to {type(self.own).__name__} to unscale the gradients (fused=True), so no other optimizer can have them")
+            raise LookupError(f"{type(self.own).__name__} itself unscales the gradients of the GradScaler (fused=True), so no other optimizer can use them")
         self._gradients = [(p, p.grad) for group in self.own.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in self._gradients:
             parameter.grad = None

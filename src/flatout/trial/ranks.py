@@ -1,8 +1,11 @@
-"""The ranks of one program do the same thing after the same step: the measured one writes down what, and after which; the others look after each step.
+"""Makes all ranks of a program do the same thing after the same step.
 
-A lever that only one of them had would show no gain, and one that acts on what travels between them would break the exchange. So what is written is due
-one step later: no rank comes to the end of that step before the measured one has written, for they meet in it to exchange gradients. On a GPU, where a host
-runs ahead of the exchange, it is due two steps later, and each rank that is not measured waits at the end of a step until the step before is computed.
+The measured rank writes each command and its step; the others look for it after each step. A lever active in
+one rank alone would show no gain, and a lever that changes messages between ranks would break the exchange.
+So a command takes effect one step later: no rank reaches the end of that step before the measured one has
+written, because all exchange gradients in it. On a GPU the host runs ahead of the exchange. There the command
+takes effect two steps later, and each other rank waits at the end of a step until the step before it is
+computed.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from flatout.plan.standing import standing
 from flatout.plan.words import Origin
 from flatout.trial.listening import Listening
 
-HEARD_S = 30.0  # for what the other ranks have heard: they are at the end of the same step
+HEARD_S = 30.0  # for the results of the other ranks, which are at the end of the same step
 POLL_S = 0.01
 
 
 class Ranks:
-    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: only the first rank of a machine may be the one that is measured, so
-    that two programs show the same batches. ``outside()`` lets us read and write where the program itself may not. ``due``: in the measured rank, what all
-    do at the end of the step under way.
+    """The place of this process: ``rank`` of ``world``, with ``local_world`` ranks on this machine.
+
+    ``measurable``: only the first rank of a machine may be measured, so that two programs show the same
+    batches. ``outside()`` lets us read and write where the program may not. ``due``: in the measured rank,
+    what all do at the end of the current step.
     """
 
     def __init__(self, folder: TrialFolder, listening: Listening, outside: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -36,8 +41,8 @@ class Ranks:
         self.measurable = self.rank == 0 if here is not None else os.environ.get("LOCAL_RANK", "0") == "0"
         self.due: dict[str, Any] | None = None
         self._folder, self._listening, self._outside = folder, listening, outside
-        self._since = 0  # the step after which all have opened an ear
-        self._ticks_left = 0  # of that ear, in a rank that is not measured
+        self._since = 0  # the step after which all have opened a probe
+        self._ticks_left = 0  # of that probe, in a rank that is not measured
         self._known = 0
         self.lead_steps = 1
         self._clock: Clock | None = None  # of a GPU
@@ -57,7 +62,7 @@ class Ranks:
         return self.several and bool(command["do"] == "switch" or command.get("everywhere"))
 
     def tell(self, command: dict[str, Any], step: int) -> None:
-        """What all ranks do when ``step`` has ended."""
+        """Announce what all ranks do after ``step``."""
         self.due, self._since = command, step
         with self._outside():
             write_json(self._folder.told, {**command, "step": step})
@@ -67,7 +72,7 @@ class Ranks:
         return due
 
     def heard_by_all(self, heard: dict[str, Any]) -> dict[str, Any]:
-        """``heard`` by this rank, and what the others heard in the same steps."""
+        """Combine ``heard``, this rank's results, with the results of the other ranks in the same steps."""
         late_s = seconds() + HEARD_S
         while True:
             with self._outside():
@@ -76,13 +81,13 @@ class Ranks:
             if len(told) == len(others):
                 return {"ranks": [heard, *told]}
             if seconds() > late_s:
-                return {"why_not": f"a rank did not tell within {HEARD_S:.0f} s what it had heard"}
+                return {"why_not": f"a rank did not report its measurements within {HEARD_S:.0f} s"}
             sleep(POLL_S)
 
-    # -- every other one --------------------------------------------------------------------------------------------
+    # -- the other ranks ---------------------------------------------------------------------------------------------
 
     def follow(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
-        """At the end of each step: hear it, tell what was heard, do what is due."""
+        """At the end of each step: tick the probe, report its results, and run the command that is due."""
         if self._clock is not None:
             if self._step_before is not None:
                 self._clock.wait_for(self._step_before)

@@ -1,4 +1,4 @@
-"""What a trial notes of the training itself: losses, batches, weights. Nothing here waits for the device before it must."""
+"""Records losses, batches and weights of a trial. Nothing here waits for the device before it must."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Recorder:
         self._losses: list[Any] = []
 
     def loss(self, losses: tuple[Any, ...]) -> None:
-        """Keep what a backward pass starts from; a copy, because scripts scale their loss in place afterwards."""
+        """Keep a copy of the losses of a backward pass; scripts may scale them in place afterwards."""
         if len(self._losses) < KEPT_LOSSES:
             self._losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
             self.loss_steps.append(self.scene.steps)
 
     def kept(self) -> list[Any]:
-        """The tensors that we keep of the program's."""
+        """Return the tensors that we keep of the program's."""
         return [part for loss in self._losses if not isinstance(loss, str) for part in (loss if isinstance(loss, list) else [loss])]
 
     def batch(self, batch: Any, describe: bool) -> None:
-        """A batch from a DataLoader. Describing it costs time, and is done while the program warms up."""
+        """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""
         self.from_loader = True
         first = next(parity.tensors_in(batch, self.torch), None)
         if first is not None and first.dim():
@@ -44,12 +44,12 @@ class Recorder:
             self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
 
     def take_samples(self) -> int:
-        """How many samples came since this was last asked."""
+        """Return how many samples came since the last call."""
         taken, self._samples = self._samples, 0
         return taken
 
     def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Without a DataLoader the first tensor that enters a root module stands for the batch."""
+        """Record the batch of a program without a DataLoader: the first tensor that enters a root module."""
         if not self.from_loader and len(self.batch_hashes) < HASHED_BATCHES:
             first = next(parity.tensors_in((args, kwargs), self.torch), None)
             if first is not None:
@@ -61,7 +61,10 @@ class Recorder:
             self.weights_digests[str(steps)] = parity.digest([*self.scene.parameters, *buffers], self.torch)
 
     def losses(self) -> list[str]:
-        """Hexadecimal floats, one for each backward pass. Waits for the device, so it is called between blocks only."""
+        """Return hexadecimal floats, one per backward pass.
+
+        Waits for the device, so call it between blocks only.
+        """
         for at, loss in enumerate(self._losses):
             if not isinstance(loss, str):
                 parts = loss if isinstance(loss, list) else [loss]

@@ -1,4 +1,4 @@
-"""Ears for memory: what fills it over one step, and whether it grows from step to step, and what holds it then."""
+"""Probes for memory: what fills it in a step, whether it grows from step to step, and what holds it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from flatout.plan.profile import Leak
 from flatout.trial.listening import Ear
 
 MARK = "flatout: the recording begins"
-SETTLING_TICKS = 2  # what was taken before the recording is given back in the first ones
-RARE = 0.001  # a rise that chance makes seldomer than this is a trend
+SETTLING_TICKS = 2  # memory taken before the recording is freed in the first ones
+RARE = 0.001  # a rise less likely than this by chance is a trend
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize of torch's CUDACachingAllocator
-LEAST_BYTES = 1024  # a step; less is a number that somebody notes
-LEAST_RESIDENT_BYTES = 2**21  # over all steps; a process breathes
+LEAST_BYTES = 1024  # a step; less may be a logged number
+LEAST_RESIDENT_BYTES = 2**21  # over all steps; the size of a process fluctuates
 
 
 class Recorded(Ear):
-    """An ear with the allocations of its ticks, by torch's profiler.
+    """A probe that records the allocations of its ticks with torch's profiler.
 
-    ``record`` is called after a tick, never in ``begin``: a tick ends inside an operator (``Optimizer.step`` is one), and an operator that
-    one recording has seen begin writes its end into it where another one runs by then, though the first is freed (torch 2.14).
+    ``record`` runs after a tick, never in ``begin``. A tick ends inside an operator (``Optimizer.step`` is
+    one). An operator that began under one recording writes its end into that recording even after it is
+    freed, if another one runs by then (torch 2.14).
     """
 
     def begin(self) -> None:
@@ -53,23 +54,23 @@ class Recorded(Ear):
         return list(self.profile.profiler.kineto_results.events())
 
     def later_ns(self, events: list[Any]) -> int:
-        """The recording's clock minus ours."""
+        """Return the recording's clock minus ours."""
         return next((event.start_ns() - self.began for event in events if event.name() == MARK), 0)
 
     def known(self) -> dict[str, list[Any]]:
-        """Tensors that live for good reason."""
+        """Return the tensors that are expected to stay alive."""
         every = {id(p): p for root in self.scene.roots for p in root.parameters()} | {id(p): p for p in self.scene.parameters}
         return {"parameters": list(every.values()), "gradients": [p.grad for p in every.values() if p.grad is not None],
                 "buffers": [b for root in self.scene.roots for b in root.buffers()],
                 "optimizer state": [v for o in self.scene.optimizers for state in o.state.values() for v in tensors_in(state, self.torch)]}
 
     def in_use(self) -> int:
-        """Bytes of all tensors that Python knows, also where a frozen collector hides them; on a device the allocator tells."""
+        """Return the bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
         if self.scene.device_type == "cuda":
             return int(self.torch.cuda.memory_allocated(self.scene.device))
         tensor_class = self.torch.Tensor
         storages = {}
-        frozen = gc.get_freeze_count()  # what was frozen (lever gc_pause) is in no list
+        frozen = gc.get_freeze_count()  # frozen objects (lever gc_pause) are in no list
         if frozen:
             gc.unfreeze()
         objects = gc.get_objects()
@@ -96,7 +97,7 @@ class _Saved:
 
 
 class MemoryEar(Recorded):
-    """What fills the memory over the last of its ticks. The first one is let go by."""
+    """Records what fills the memory in the last of its ticks. It ignores the first one."""
 
     def begin(self) -> None:
         super().begin()
@@ -104,11 +105,11 @@ class MemoryEar(Recorded):
         self.open: list[str] = []
         self.activations = 0
         self.by_module: Counter[str] = Counter()
-        self.modules: dict[str, int] | None = None  # a copy of the above, while it is right
-        self.fixed: dict[str, int] = {}  # kind -> bytes, of what does not change inside a tick
+        self.modules: dict[str, int] | None = None  # a copy of by_module while it is current
+        self.fixed: dict[str, int] = {}  # kind -> bytes, constant within a tick
         self.befores: list[int] = []  # bytes in use as each tick begins
-        self.saved: dict[int, list[int]] = {}  # address of a storage -> how often it is saved, bytes
-        self.owner: dict[int, str] = {}  # address of a storage -> the module that it was first saved in
+        self.saved: dict[int, list[int]] = {}  # address of a storage -> times saved, bytes
+        self.owner: dict[int, str] = {}  # address of a storage -> the module that saved it first
         self.inputs: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.moments: list[Moment] = []
@@ -120,7 +121,7 @@ class MemoryEar(Recorded):
         super().record()
         self.recording = True
         modules = self.torch.nn.modules.module
-        if not self.scene.compiled_by_script:  # global hooks would have it compiled again
+        if not self.scene.compiled_by_script:  # global hooks would cause a recompilation
             self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove)
             self.ledger.call("forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove)
         for parameter in self.scene.parameters:
@@ -132,7 +133,7 @@ class MemoryEar(Recorded):
         self._settle()
 
     def _settle(self) -> None:
-        """Between two ticks: count anew what lives on."""
+        """Between two ticks, count again what stays alive."""
         known = self.known()
         self.fixed = {kind: _bytes(known[kind], self.scene.device_type) for kind in ("parameters", "buffers", "optimizer state")}
         self.fixed_places = {t.untyped_storage().data_ptr() for kind in known for t in known[kind] if t.layout == self.torch.strided}
@@ -145,12 +146,12 @@ class MemoryEar(Recorded):
             self.record()
             return
         super().tick()
-        self.listening_to_lines.restore()  # tensors are not looked at under a dispatch mode
+        self.listening_to_lines.restore()  # tensors must not be inspected under a dispatch mode
         self._settle()
         if len(self.ends) == self.ticks - 2 and not self.scene.compiled_by_script:
             self.lines.install()
 
-    # -- what happens inside a step -------------------------------------------------------------------------------------
+    # -- events of a step ------------------------------------------------------------------------------------------------
 
     def data_end(self, loader: Any, batch: Any) -> None:
         self._enter_inputs(batch)
@@ -187,9 +188,9 @@ class MemoryEar(Recorded):
         try:
             storage = tensor.untyped_storage()
             place, size = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own: a tensor that is being traced
+        except (RuntimeError, NotImplementedError):  # a tensor without memory, for example one being traced
             return _Saved(tensor, None)
-        kept = tensor.detach()  # an output that holds itself would never go
+        kept = tensor.detach()  # an output that references itself is never freed
         if place in self.fixed_places or place in self.inputs or tensor.device.type != self.scene.device_type:
             return _Saved(kept, None)
         times = self.saved.setdefault(place, [0, size])
@@ -251,9 +252,10 @@ class MemoryEar(Recorded):
 
 
 class LeakEar(Recorded):
-    """Memory at the same point of each tick, and what of earlier ticks still lives.
+    """Measures memory at the same point of each tick, and finds tensors that survive their tick.
 
-    The process is watched over the first half of the ticks, and tensors over the second one: recording allocations takes memory itself.
+    The first half of the ticks measures the process and the second half the tensors, because recording
+    allocations itself takes memory.
     """
 
     def begin(self) -> None:
@@ -301,13 +303,13 @@ class LeakEar(Recorded):
 
 
 def _blocks(tensors: list[Any]) -> int:
-    """Bytes that torch's CUDA allocator has given out for some tensors: the four bytes of a loss take a whole block."""
+    """Return the bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
     return sum(-(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for size in sizes.values())
 
 
 def _bytes(tensors: Any, device_type: str) -> int:
-    """Of the storages of some tensors, each once."""
+    """Return the bytes of the storages of some tensors, each counted once."""
     places = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == device_type and str(tensor.layout) == "torch.strided":

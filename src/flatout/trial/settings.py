@@ -1,4 +1,4 @@
-"""How torch and the program are set: what a rule reads to tell a fault that is a setting."""
+"""Reads the settings of torch and the program, for the rules that find wrong settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OF_AN_OPTIMIZER = ("lr", "foreach", "fused", "capturable", "differentiable", "am
 
 
 def settings(torch: Any, scene: Any) -> dict[str, Any]:
-    """JSON. What this torch does not tell is left out."""
+    """Return the settings as JSON, without those that this version of torch does not report."""
     modules = [module for root in scene.roots for module in root.modules()]
     found: dict[str, Any] = {
         "anomaly": bool(torch.is_anomaly_enabled()), "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
@@ -29,13 +29,13 @@ def settings(torch: Any, scene: Any) -> dict[str, Any]:
     for name, ask in (("matmul_precision", torch.get_float32_matmul_precision), ("profiler", lambda: bool(torch.autograd._profiler_enabled()))):
         try:
             found[name] = ask()
-        except (RuntimeError, AttributeError):  # both ways of setting the precision were used, or this torch has no such question
+        except (RuntimeError, AttributeError):  # set in both ways, or unknown to this torch
             pass
     return found
 
 
 def _gradients(scene: Any) -> list[int]:
-    """Of each tensor, in the order in which backward is expected to make them: the modules' own, the other way round."""
+    """Bytes of each gradient, in the order expected of the backward pass: modules in reverse."""
     known = {id(p): p for root in scene.roots for p in root.parameters() if p.requires_grad}
     known.update({id(p): p for p in scene.parameters if id(p) not in known})
     return [p.numel() * p.element_size() for p in reversed(known.values())]

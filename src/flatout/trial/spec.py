@@ -1,4 +1,4 @@
-"""What a trial is asked to do: ``spec.json`` in its folder, read by every process of the program."""
+"""The specification of a trial: ``spec.json`` in its folder, read by every process of the program."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ TABLE = "flatout.levers:TABLE"
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """``address`` is the socket on which the parent speaks; ``seed`` None leaves the program's randomness alone.
+    """The options of a trial.
 
-    ``shake`` rounds otherwise from the first step on, by this share (flatout.engine.perturb): how far does the program carry rounding?
+    ``address`` is the parent's socket; ``seed`` None leaves the program's randomness alone. ``shake``
+    perturbs rounding from the first step on, by this share (flatout.engine.perturb), to see how far the
+    program amplifies it.
     """
 
     folder: str
@@ -26,13 +28,13 @@ class TrialSpec:
     plan: Plan = field(default_factory=Plan)
     facts: Facts = field(default_factory=Facts)
     seed: int | None = 0
-    reseed: bool = False  # add the seed to those that the program sets itself, so that another seed is another run
+    reseed: bool = False  # add the seed to the program's own seeds, so that another seed gives another run
     entry: str = ENTRY
     shake: float = 0.0
     shelter: bool = True
-    watch: bool = False  # loaders, garbage collection and habits are watched beside the steps, for a profile
-    table: str = TABLE  # "module:NAME" of the levers that a Plan's names stand for
-    wishes: dict[str, Any] = field(default_factory=dict)  # for an entry other than the ordinary one
+    watch: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
+    table: str = TABLE  # "module:NAME" of the lever table of the Plan
+    wishes: dict[str, Any] = field(default_factory=dict)  # options of a different entry
 
     def to_json(self) -> dict[str, Any]:
         return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
@@ -45,7 +47,7 @@ class TrialSpec:
 
 
 def levers(table: str) -> tuple[Lever, ...]:
-    """The lever table that ``module:NAME`` names."""
+    """Return the lever table named by ``module:NAME``."""
     module, name = table.split(":")
     found: tuple[Lever, ...] = getattr(import_module(module), name)
     return found

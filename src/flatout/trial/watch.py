@@ -1,5 +1,6 @@
-"""What is watched over a whole program that is being profiled, beside its steps: loaders, garbage collection, habits. Light enough for quiet
-steps: a few calls a step.
+"""Monitors a whole program during a profile, besides its steps: loaders, garbage collection, call counters.
+
+It makes only a few calls a step, so it does not disturb step times.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from flatout.plan.profile import LoaderSeen
 from flatout.trial.compiled import compiled
 from flatout.trial.settings import settings
 
-FEW_CALLS = 64  # are enough to know where the model is called
+FEW_CALLS = 64  # enough to know where the model is called
 
 
 class Watch(Listener):
-    """``summary`` answers for the time since ``start_window``, and for the whole run where it says so."""
+    """Monitors the program; ``summary`` covers the time since ``start_window`` or the whole run."""
 
     def __init__(self, torch: Any, scene: Any, ledger: Ledger) -> None:
         self.torch, self.scene = torch, scene
@@ -39,11 +40,12 @@ class Watch(Listener):
         self._in_evaluation: int | None = None
         self._evaluated: Counter[Line | None] = Counter()
         self._evaluated_ms = 0.0
-        self._called: Counter[Line | None] = Counter()  # lines that call the model to train it
+        self._called: Counter[Line | None] = Counter()  # lines that call the model for training
         self._walked: Counter[Line | None] = Counter()  # lines that begin a backward pass
         self._begun: Counter[int] = Counter()
         self._batches: Counter[int] = Counter()
-        self._of: dict[int, tuple[int, int, bool]] = {}  # id of an iterator -> its loader's number, when it began, whether its first batch came
+        # Id of an iterator -> its loader's number, its start, whether its first batch came
+        self._of: dict[int, tuple[int, int, bool]] = {}
         self._started_ms: dict[int, list[float]] = {}
         self._workers: dict[int, list[int]] = {}
         self.start_window()
@@ -53,7 +55,7 @@ class Watch(Listener):
         self._pauses_ms: list[float] = []
         self._waits_ms: dict[int, float] = {}
 
-    # -- hearing --------------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------------
 
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -102,7 +104,7 @@ class Watch(Listener):
             self._evaluated_ms += self.clock.elapsed_ms(self._in_evaluation, self.clock.mark())
             self._in_evaluation = None
 
-    # -- telling --------------------------------------------------------------------------------------------------------
+    # -- summary --------------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         steps = max(1, self.scene.steps - self._first_step)
@@ -119,7 +121,7 @@ class Watch(Listener):
                 "gc_calls": len(self._pauses_ms) / steps, "events": events, "loaders": [seen.to_json() for seen in self._loaders(steps)]}
 
     def _loaders(self, steps: int) -> list[LoaderSeen]:
-        """One for each place in the script that makes loaders, in the order in which they were first made."""
+        """Return one entry for each place in the script that makes loaders, in the order of creation."""
         found: dict[Any, LoaderSeen] = {}
         for number, made in enumerate(self.scene.loaders):
             place = Place.from_json(made["place"]) if made.get("place") else None

@@ -1,9 +1,10 @@
-"""A trial that tells what the first steps of a program computed, so that two ways of running it can be laid side by side.
+"""The reference run: records what the first steps of a program compute, to compare two ways of running it.
 
-It trains a few steps (``steps`` of its wishes, fewer where they take longer than ``seconds``) and stops. Its answer: the loss of every backward
-pass, and of the gradients with which the first optimizer step begins (after clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in
-the gradient shows there, and it travels as JSON. ``last_places`` of its wishes moves every weight by up to so many units of its last place before it is
-first used: how far does the program carry rounding?
+It trains a few steps (``steps``, fewer if they take longer than ``seconds``) and stops. It returns the loss
+of every backward pass, and a sketch of the gradients at the first optimizer step, after clipping. The sketch
+has ``SKETCH`` sums per parameter: every linear property of the gradient shows in it, and it fits into JSON.
+``last_places`` changes every weight by up to this many units of its last place before its first use, to see
+how far the program amplifies rounding.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from flatout.trial.worker import Worker
 ENTRY = "flatout.trial.witness:attach"
 SKETCH = 64
 STEPS = 4
-BY_LAUNCHER, IN_CHILDREN, BY_GROUP = "launcher", "children", "group"  # how a program divides itself
-PASSES = 4  # of a program whose one step is a closure of many
+BY_LAUNCHER, IN_CHILDREN, BY_GROUP = "launcher", "children", "group"  # how a program creates its own ranks
+PASSES = 4  # of a program whose step is a closure of many passes
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -41,11 +42,11 @@ class Witness(Worker):
         self.gradients: list[list[float]] = []
         self.told = False
         self.first_step_s = 0.0
-        self.launched = "RANK" in os.environ  # and not by the script itself, which comes to its first line later
+        self.launched = "RANK" in os.environ  # not by the script itself, which starts later
         self.shaken: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def attach(self) -> None:
-        """Beside what ranks compute: they have a device each."""
+        """Attach on one device per process, because ranks run at the same time."""
         one_device(self.torch, self.ledger)
         super().attach()
 
@@ -74,14 +75,17 @@ class Witness(Worker):
 
     def step_end(self) -> None:
         if self.stopping:
-            os._exit(0)  # the stop was swallowed somewhere
+            os._exit(0)  # the program swallowed StopTrial
         late = self.scene.steps > 1 and self.first_step_s and seconds() - self.first_step_s > self.spec.wishes.get("seconds", 1e9)
         self.first_step_s = self.first_step_s or seconds()
         if self.scene.steps >= self.spec.wishes.get("steps", STEPS) or late:
             self._tell()
 
     def _divides_itself(self) -> str:
-        """How the program has made processes of its own that train; nothing where it has not. A lever of ours hides the ranks that it made."""
+        """Return how the program created its own training processes; empty if it did not.
+
+        A lever of flatout hides the ranks that flatout created.
+        """
         distributed = self.torch.distributed
         together = distributed.is_available() and distributed.is_initialized()
         if together and self.launched:
@@ -91,7 +95,7 @@ class Witness(Worker):
         return BY_GROUP if together else ""
 
     def _held(self) -> dict[str, int]:
-        """Bytes of what lasts from step to step: all of it, where ranks hold parts."""
+        """Return the bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
         scene, tensor = self.scene, self.torch.Tensor
         weights = {id(p): p for root in scene.roots for p in (*root.parameters(), *root.buffers())} | {id(p): p for p in scene.parameters}
         state = [value for optimizer in scene.optimizers for each in optimizer.state.values() if isinstance(each, dict) for value in each.values()]
@@ -125,10 +129,10 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def sketched(torch: Any, gradient: Any) -> list[float]:
-    """``SKETCH`` sums over a gradient, or all of it where it is small; empty where there is none."""
+    """Return ``SKETCH`` sums over a gradient, or all of a small one; empty without a gradient."""
     if gradient is None:
         return []
-    if hasattr(gradient, "full_tensor"):  # of a divided weight
+    if hasattr(gradient, "full_tensor"):  # of a sharded weight
         gradient = gradient.full_tensor()
     flat = gradient.detach().to_dense().double().reshape(-1)
     if flat.numel() <= SKETCH:

@@ -1,19 +1,22 @@
-"""The trial's side inside the program: hears the steps, keeps time, and does what the parent asks between two ticks.
+"""The part of a trial inside the program: observes steps, keeps time, runs commands between two ticks.
 
-Commands (one JSON object a line), each answered by one object:
+Commands (one JSON object a line), each answered with one object:
 
-    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), then report them: {"ms": [...]}
-    {"do": "switch", "choices": [...]}  make exactly these live levers hold
-    {"do": "options"}                   what every lever says of this program
-    {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
-    {"do": "listen", "ear": name, ...}  run some ticks under an ear (trial/listening.py), then tell what it heard; "everywhere" opens it in all ranks
-    {"do": "watch"}                     what was watched since this was last asked, for a profile (trial/watch.py)
-    {"do": "record"}                    the record so far
-    {"do": "fetch"}                     fetch some batches again and again, and tell which lines of the data set take long
-    {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
+    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), report them: {"ms": [...]}
+    {"do": "switch", "choices": [...]}  make exactly these live levers active
+    {"do": "options"}                   return what every lever says about this program
+    {"do": "replica", "choices": [...]} run the guard's step replica with these live levers
+    {"do": "listen", "ear": name, ...}  run some ticks with a probe (trial/listening.py), in all ranks if
+                                        "everywhere", and return its results
+    {"do": "watch"}                     return the monitor's results since the last call (trial/watch.py)
+    {"do": "record"}                    return the record so far
+    {"do": "fetch"}                     fetch some batches repeatedly; return slow lines of the data set
+    {"do": "finish"}                    write the record and stop the program; "draws" first fetches some
+                                        samples repeatedly
 
-Only one process of the program is measured: the first rank of a machine, or where no launcher has numbered them the first that finishes a step. The others
-run under the same levers, and switch and listen after the same step (trial/ranks.py).
+Only one process of the program is measured: the first rank of a machine, or, without a launcher, the first
+process that finishes a step. The others use the same levers, and switch and probe after the same step
+(trial/ranks.py).
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
 from flatout.trial.watch import Watch
 
-TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
-CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
+TICKS_OF_A_COMPILER = 4  # shapes, train and eval, graph recording: each may cost one
+CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
 CLOSURE_S = 1.0
 
 
 class StopTrial(SystemExit):
-    """Ends the program quietly with exit code 0; ``except Exception`` does not catch it."""
+    """Ends the program silently with exit code 0; ``except Exception`` does not catch it."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -92,7 +95,7 @@ class Worker(Listener):
         self.open_losses: tuple[Any, ...] = ()
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
-        self.peak_bytes: int | None = None  # before a replica
+        self.peak_bytes: int | None = None  # measured before a replica
         self.watch: Watch | None = None
         self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
         self.ranks = Ranks(self.folder, self.listening, self.shelter.overlay.looking)
@@ -109,7 +112,7 @@ class Worker(Listener):
         self.warmup_steps = 0
         self.warmup_ms = 0.0
         self.ticks_ms: list[float] = []
-        self.waits_ms: list[float] = []  # of the warm-up, for data
+        self.waits_ms: list[float] = []  # for data, during the warm-up
         self.tick_start: Any = None
         self.block: list[tuple[Any, Any]] = []
         self.block_samples = 0
@@ -143,7 +146,7 @@ class Worker(Listener):
         os.register_at_fork(after_in_child=self._forked)
 
     def _shift_seeds(self, offset: int) -> None:
-        """A program that seeds itself would give the same curve for every seed of ours."""
+        """Shift the program's own seeds; otherwise every seed of flatout would give the same curve."""
         owners = [(self.torch, "manual_seed"), (random, "seed")]
         if "numpy" in sys.modules:
             owners.append((sys.modules["numpy"].random, "seed"))
@@ -152,7 +155,7 @@ class Worker(Listener):
             self.ledger.set(owner, name, lambda seed=None, *args, really=really: really(seed + offset if isinstance(seed, int) else seed, *args))
 
     def _pass_on(self, event: str, *what: Any) -> None:
-        """Those who watch and listen beside us hear the same events."""
+        """Pass an event on to the monitor and the open probe."""
         for other in (self.watch, self.listening.ear):
             if other is not None:
                 getattr(other, event)(*what)
@@ -190,7 +193,7 @@ class Worker(Listener):
     def backward_begin(self, losses: tuple) -> None:
         if self.scene.divided is None:
             self.notes.loss(losses)
-        else:  # that of the whole batch is known when the ranks have met
+        else:  # the loss of the whole batch is known after the exchange
             self.open_losses = losses
         self._pass_on("backward_begin", losses)
         self.phases.begin("backward")
@@ -248,11 +251,11 @@ class Worker(Listener):
     def broke(self, error: Exception) -> None:
         self._last_words("broken", "".join(traceback.format_exception(error))[-8000:])
         if self.channel is not None:
-            self.channel.close()  # should the stop be swallowed, the parent ends the program
+            self.channel.close()  # if the program swallows the stop, the parent ends it
         raise StopTrial
 
     def _first_step_done(self) -> None:
-        """The Scene is known: the levers that need it act now."""
+        """Apply the levers that need the training context, which is known now."""
         self.late_done = True
         if self.spec.shake:
             perturb(self.scene, self.spec.shake, self.ledger)
@@ -267,7 +270,10 @@ class Worker(Listener):
     # -- ticks ------------------------------------------------------------------------------------------------------
 
     def _read_the_device_clock(self) -> None:
-        """Once the model's device is known. No mark of the host's clock may meet one of the device's: those made so far are dropped."""
+        """Switch to the device's clock once the device is known.
+
+        Marks of the two clocks cannot be mixed, so earlier marks are dropped.
+        """
         if self.scene.device_type == "cuda" and self.clock.name != "cuda":
             self.clock = clock_for(self.torch, self.scene.device)
             self.phases = PhaseRecorder(self.clock)
@@ -276,7 +282,7 @@ class Worker(Listener):
 
     def _tick(self) -> None:
         if self.stopping:
-            # The stop was swallowed somewhere. The record is written; nothing of the program is lost.
+            # The program swallowed StopTrial. The record is written; nothing of the program is lost.
             os._exit(0)
         if not self.claimed:
             return
@@ -319,10 +325,10 @@ class Worker(Listener):
 
     def _end_block(self) -> None:
         if self.ranks.due is not None:
-            self.block = []  # the step in which the other ranks heard of it
+            self.block = []  # the step in which the other ranks received the command
         elif self.replica is not None and self.replica.captured:
             verdict, self.replica = self.replica.judge(), None
-            self.block = []  # steps that were listened to are not measured
+            self.block = []  # steps with a probe are not measured
             self._answer({"replica": verdict})
         elif self.replica is None:
             self.clock.settle()
@@ -353,7 +359,8 @@ class Worker(Listener):
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
-                self.peak_bytes = self._peak_bytes()  # its copies of the model are none of the program's
+                # The replica's copies of the model do not belong to the program
+                self.peak_bytes = self._peak_bytes()
                 self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
                 self.block_left = 0
                 break
@@ -375,7 +382,8 @@ class Worker(Listener):
     def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
         if do == "switch":
             outcomes = self.applier.switch(choices_of(command["choices"]))
-            switched = {choice["name"] for choice in command["choices"]}  # what the others have to say stays for the record
+            # Reports of other levers stay for the record
+            switched = {choice["name"] for choice in command["choices"]}
             reports = [report for report in self.scene.reports if report[0] in switched]
             self.scene.reports = [report for report in self.scene.reports if report[0] not in switched]
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
@@ -386,7 +394,7 @@ class Worker(Listener):
                                 for name, a in answers.items()}, "scene": self.scene.describe()}
         if do == "watch":
             if self.watch is None:
-                return {"error": "this trial was not asked to watch"}
+                return {"error": "this trial runs without the monitor"}
             told = self.watch.summary()
             self.watch.start_window()
             return told
@@ -397,7 +405,7 @@ class Worker(Listener):
         return {"error": f"unknown command {do!r}"}
 
     def _heard(self) -> dict[str, Any]:
-        """What the ear has heard; of all ranks, where they listened together."""
+        """Return the results of the probe, of all ranks if they ran it together."""
         everywhere = self.listening.ear is not None and self.listening.ear.wishes.get("everywhere")
         heard = self.listening.end()
         return self.ranks.heard_by_all(heard) if everywhere else heard
@@ -408,7 +416,7 @@ class Worker(Listener):
         try:
             return self.channel.receive()
         except Hangup:
-            os._exit(1)  # the parent is gone; a trial serves nobody without it
+            os._exit(1)  # the parent is gone, so the trial is useless
 
     def _answer(self, message: dict[str, Any]) -> None:
         if self.channel is not None:
@@ -431,10 +439,10 @@ class Worker(Listener):
 
     def _finish(self, draws: bool) -> None:
         if draws:
-            self.scene.asleep = True  # the loader that draws is not the program's
+            self.scene.asleep = True  # this loader is not the program's
             self.drawn = self.draws.take()
             self.scene.asleep = False
-        self.write_record("finished", "stopped after the steps that were asked for")
+        self.write_record("finished", "stopped after the requested steps")
         self._answer({"written": True, "pid": os.getpid()})
         self.stopping = True
         raise StopTrial
@@ -466,12 +474,12 @@ class Worker(Listener):
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:
             self.written = True
-            with self.shelter.overlay.looking():  # our own record goes where we say
+            with self.shelter.overlay.looking():  # the record is written outside the overlay
                 write_json(self.folder.result, self.record(status, reason).to_json())
             self.shelter.leave()
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
-        # A launcher fails because its ranks were stopped: the record of the one that was measured stays.
+        # A launcher fails because its ranks were stopped: the record of the measured rank stays.
         if os.getpid() == self.owner and (self.claimed or (self.claimed is None and not self.folder.claim.exists())):
             text = "".join(traceback.format_exception(kind, error, trace))
             heard = self.listening.last_words()
@@ -483,7 +491,7 @@ class Worker(Listener):
 
     def _at_exit(self) -> None:
         if os.getpid() == self.owner and self.claimed:
-            self._last_words("ended", "the program came to its own end")
+            self._last_words("ended", "the program finished by itself")
 
     def _last_words(self, status: str, reason: str) -> None:
         try:

@@ -1,1 +1,1 @@
-"""Room 4: chooses between Plans."""
+"""Searches for the best plan: measures levers and chooses between plans."""

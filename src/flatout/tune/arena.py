@@ -1,7 +1,7 @@
-"""Programs that take turns: of all that were started only one runs at any moment, the others are stopped (SIGSTOP, the whole group).
+"""Interleaves programs: one runs at a time; the process groups of the others are stopped with SIGSTOP.
 
-Programs are started together, because most of a start is one thread that imports and reads. A program whose compiler works goes on while others start,
-and is stopped while they are measured.
+Programs start together, because most of a start is a single thread that imports and reads. A compiling
+program continues while others start, and is stopped while they are measured.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flatout.plan.plan import Choice, Plan
 from flatout.trial.blocks import Blocks
 from flatout.trial.parent import ProgramGone, Trial
 
-SETTLE_TICKS = 3  # of ranks: they agree on what travels between them, and learn how large it is
-MOST_ROUNDS = 1000  # where the clock ends a pair
-LOOK_S = 0.05  # for an answer of one program, while several start
+SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
+MOST_ROUNDS = 1000  # when the clock ends a pair
+LOOK_S = 0.05  # wait for one program while several start
 
 
 @dataclass
@@ -35,14 +35,19 @@ class Entrant:
 
 
 class Arena(Blocks):
-    """Where ``command`` starts several ranks, ``base`` is how they are divided, and ``alone`` the command of one process."""
+    """Starts, pauses and compares programs.
+
+    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``alone`` the
+    command of one process.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, base: Plan | None = None, alone: Command | None = None) -> None:
         super().__init__()
         self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
         self.background: list[Trial] = []  # not ready yet; they run only while others start
-        shutil.rmtree(job.handed_on, ignore_errors=True)  # a search that was killed has left it, and data may have changed since
+        # Left by a killed search; the data may have changed since
+        shutil.rmtree(job.handed_on, ignore_errors=True)
         job.handed_on.mkdir(parents=True, exist_ok=True)
         if alone is not None:
             self.settle_ticks = SETTLE_TICKS
@@ -62,15 +67,16 @@ class Arena(Blocks):
         return trial
 
     def ready(self, trials: Sequence[Trial], patience_s: float) -> list[ProgramGone | None]:
-        """Wait until each of these has come to its steady state, and stop it there. Answers, in their order, None or how it was lost.
+        """Wait until each trial reaches its steady state, and stop it there.
 
-        They import and read at the same time. Who begins to train is stopped until all do; then they warm up one after another, for two that
-        compute at once wait for each other's threads. What works in the background goes on while others import.
+        Returns, in order, None or the reason why the trial was lost. Imports and reads overlap. A program
+        that begins to train is stopped until all do. Then they warm up one after another, because computing
+        programs slow each other down. Background programs continue while others import.
         """
         found: dict[int, ProgramGone | None] = {}
 
         def look(at: int) -> bool:
-            """Whether this one needs no further waiting."""
+            """Whether this trial needs no further waiting."""
             trial = trials[at]
             try:
                 if trial.is_ready(trial.started_s + patience_s, LOOK_S):
@@ -110,7 +116,7 @@ class Arena(Blocks):
             trial.hold(look_again=True)
 
     def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0, alone: bool = False) -> Entrant:
-        """Start a program and bring it to its steady state; it is stopped when this returns. Raises ProgramGone."""
+        """Start a program and bring it to its steady state; it is stopped on return. Raises ProgramGone."""
         trial = self.start(plan, seed, shake, alone)
         gone = self.ready([trial], patience_s)[0]
         if gone is not None:
@@ -131,8 +137,10 @@ class Arena(Blocks):
     # -- comparisons ------------------------------------------------------------------------------------------------
 
     def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
-        """One confirming pair: A B B A A B B A ... for so many rounds, ended early (never before one round) by the clock, or
-        by the end of a program."""
+        """Measure one confirming pair in the order A B B A A B B A ..., for ``rounds`` rounds.
+
+        The clock ends it early, but never before one round; so does the end of a program.
+        """
         found: list[Round] = []
         for at in range(rounds):
             try:

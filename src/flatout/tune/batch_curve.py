@@ -1,11 +1,11 @@
-"""`flatout batch`: how fast a program is, and how much memory it takes, with other batch sizes; and how noisy its gradients are.
+"""`flatout batch`: measures speed and memory at other batch sizes, and the noise of the gradients.
 
-    own        the program as it is: which loader trains, its size, memory of a step, gradient noise
-    explore    each other size in a program of its own, smaller and larger in turns: does it run, does it fit, is there still a gain
-    passes     all sizes that fit take turns, one runs while the others are held: those that are there already, then fresh programs of each size,
-               as often as the time allows
+    own        the unchanged program: the training loader, its batch size, memory of a step, gradient noise
+    explore    each other size in its own program, smaller and larger: does it run, fit, and gain speed
+    passes     all sizes that fit are interleaved, one runs while the others are paused: first the existing
+               programs, then fresh programs of each size, as often as time allows
 
-A device's memory is one program's at a time; on a CPU as many live beside each other as fit.
+A GPU's memory belongs to one program at a time; on a CPU as many programs live side by side as fit.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from flatout.tune.tuning import why_gone, why_not
 
 START_S = 600.0
 EXPLORING_TURNS = 2
-EXPLORE_SHARE = 0.55  # of the budget, where programs cannot wait for their turns; the rest is for passes
-OVERRUN_S = 60.0  # that the first comparison may take more than the budget
+EXPLORE_SHARE = 0.55  # of the budget, if programs cannot stay alive between turns; the rest is for passes
+OVERRUN_S = 60.0  # by which the first comparison may exceed the budget
 MEMORY_TICKS = 4
 MOST_PASSES = 5
-FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0)  # of the program's own size, in the order in which they are tried
-GAIN = 1.03  # twice the batch that brings less than this, two times running, ends the way up
+FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0)  # of the program's own size, in the order of trial
+GAIN = 1.03  # doubling the batch twice for less than this ends the search for larger sizes
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """``sizes`` empty: multiples and parts of the program's own. ``limit_bytes`` None: the device's memory, or what is free on this machine."""
+    """The options of `flatout batch`.
+
+    ``sizes`` empty: multiples and fractions of the program's own size. ``limit_bytes`` None: the device's
+    memory, or the free memory of this machine.
+    """
 
     sizes: tuple[int, ...] = ()
     budget_s: float = 300.0
@@ -52,7 +56,10 @@ class Wishes:
 
 
 class BatchCurve:
-    """``run`` fills the record. Raises ProgramFailed where the program fails as it is, NothingMeasured where it does not train."""
+    """Measures the curve; ``run`` fills the record.
+
+    Raises ProgramFailed if the unchanged program fails, and NothingMeasured if it does not train.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, wishes: Wishes,
                  stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[], None] = lambda: None) -> None:
@@ -75,7 +82,7 @@ class BatchCurve:
             self.programs.dismiss(self.programs.alive)
         if not self.passes and explored:
             self.passes = [explored]
-            self.record.notes.append("there was no time to let programs take turns, so each size was measured once, one after another: "
+            self.record.notes.append("there was no time to interleave the programs, so each size was measured once, one after another: "
                                      "the machine may have changed in between")
         read(self.record, self.passes, self.again)
         self.record.status = "done"
@@ -102,12 +109,12 @@ class BatchCurve:
         except BaseException as error:
             trial.close()
             if isinstance(error, ProgramGone):
-                raise why_not(error.record, "batch sizes could not be measured", "take a smaller --budget") from None
+                raise why_not(error.record, "batch sizes could not be measured", "reduce --budget") from None
             raise
         try:
             record.noise = hear_noise(trial, ready["tick_ms"], self.wishes.at_step, self.wishes.budget_s, self.stage)
         except ProgramGone as gone:
-            record.noise.why_not = f"the program was gone meanwhile: {why_gone(gone)}"
+            record.noise.why_not = f"the program ended during the measurement: {why_gone(gone)}"
             self.programs.dismiss([visit])
         self.programs.keep(visit)
         self.save()
@@ -115,14 +122,14 @@ class BatchCurve:
     def _whose_size(self, told: dict[str, Any], ready: dict[str, Any]) -> None:
         record, answer, scene = self.record, told["options"]["batch_size"], told["scene"]
         if ready["unit"] != "step":
-            record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so it is not known which batch a step is made of"
+            record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so the batch of a step is unknown"
         elif "skip" in answer:
             record.why_no_curve = answer["skip"]
         if record.why_no_curve:
             return
         record.loader = scene["training_loader"]
         if record.loader is None or record.loader >= len(scene["loaders"]):
-            record.why_no_curve = f"the loader that trains is number {record.loader} of those that the program makes: there are too many to tell them apart"
+            record.why_no_curve = f"the training loader is number {record.loader} of the program's loaders; there are too many to tell them apart"
             return
         loader = scene["loaders"][record.loader]
         record.own, record.dataset_samples = loader["batch_size"], loader["length"]
@@ -134,7 +141,7 @@ class BatchCurve:
     # -- one size in one program ------------------------------------------------------------------------------------------
 
     def _look(self, visit: Visit, point: BatchPoint) -> None:
-        """Some turns, phases, and what a step takes of memory. Raises ProgramGone."""
+        """Measure some turns, the phases and the memory of a step. Raises ProgramGone."""
         self.stage("exploring", f"{point.size} samples a batch")
         self.programs.costs_s.setdefault(point.size, visit.start_s)
         for _ in range(EXPLORING_TURNS):
@@ -156,7 +163,7 @@ class BatchCurve:
         if own:
             self.record.effective = point.size * max(1, round((seen.samples_per_step or point.size) / point.size))
         whole = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
-        # The last batch of an epoch may be smaller. A first tensor that does not count samples tells nothing.
+        # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
         counted = seen.samples_per_step
         point.samples_per_step = counted if counted and 0.5 * whole <= counted <= whole else whole
 
@@ -172,7 +179,7 @@ class BatchCurve:
     # -- each size once ---------------------------------------------------------------------------------------------------
 
     def _explore(self, explored: dict[int, list[float]]) -> None:
-        no_more = ""  # why nothing larger is tried
+        no_more = ""  # why no larger size is tried
         for size in self._sizes():
             point = BatchPoint(size)
             larger = size > (self.record.own or 0)
@@ -197,9 +204,9 @@ class BatchCurve:
             except DidNotRun as error:
                 point.status, point.why = error.status, error.why
             if larger and point.status in ("too big", "out of memory"):
-                no_more = f"{size} samples a batch did not fit already"
+                no_more = f"{size} samples a batch already did not fit"
             elif larger and not self.wishes.sizes and _no_gain(explored):
-                no_more = "twice the batch brought nothing, two times running"
+                no_more = "doubling the batch size gave no speed-up twice in a row"
             self.save()
         self.record.points.sort(key=lambda point: point.size)
 
@@ -210,7 +217,7 @@ class BatchCurve:
         return found if not self.wishes.sizes else sorted(found, key=lambda size: max(size / own, own / size))
 
     def _may(self, size: int) -> None:
-        """Raises DidNotRun where a size need not be tried: no such batch, too large by the points so far, no time."""
+        """Raise DidNotRun if a size need not be tried: no such batch, probably too large, or no time."""
         record = self.record
         if record.dataset_samples is not None and size > record.dataset_samples:
             raise DidNotRun("no such batch", f"the data set has {record.dataset_samples:,} samples")
@@ -218,17 +225,18 @@ class BatchCurve:
         if known and record.limit_bytes and size > known[-1][0]:
             peak = _extended(known, size)
             if peak > (1 - MARGIN) * record.limit_bytes:
-                raise DidNotRun("too big", f"its peak would be about {peak / 2**30:.3g} GiB by the smaller sizes, and {record.limit_bytes / 2**30:.3g} GiB "
+                raise DidNotRun("too big", f"extrapolated from smaller sizes, its peak is about {peak / 2**30:.3g} GiB, and {record.limit_bytes / 2**30:.3g} GiB "
                                            f"are {'the limit' if record.limit == 'given' else record.limit}")
         turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
-        alone = not any(point.step_ms for point in record.points if point.size != record.own)  # one point is no curve
+        # One point is no curve
+        alone = not any(point.step_ms for point in record.points if point.size != record.own)
         cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
         until_s = self.end_s - turns_s if self.programs.together else self.explore_until_s
         if cost_s > self.wishes.budget_s + OVERRUN_S or (not alone and seconds() + cost_s > until_s):
-            raise DidNotRun("no time", "the budget was used up before it (--budget)")
+            raise DidNotRun("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
-        """Of a program at this size, from its start to its last turn, by what is known of it or of the own size."""
+        """Estimate the seconds of a program at this size, from its start to its last turn."""
         return self.programs.costs_s.get(size, self.programs.costs_s[self.own.size]) + TURNS * max(TURN_S, self._step_s(size))
 
     def _step_s(self, size: int) -> float:
@@ -239,18 +247,21 @@ class BatchCurve:
     # -- all sizes in turns -----------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """A pass of the programs that are there, and passes of fresh ones. Each time the own size runs twice, against itself."""
+        """Run a pass of the existing programs, and passes of fresh ones.
+
+        In each, the own size runs twice, against itself.
+        """
         own = self.own.size
         sizes = [point.size for point in self.record.points if point.fits]
         if self.programs.alive and any(visit.size == own for visit in self.programs.alive) and len(self.programs.alive) > 1:
-            self.stage("taking turns", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch")
+            self.stage("comparing", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch")
             turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
             group = [*self.programs.alive, *self.programs.entered([own] if seconds() + turns_s + self._cost_s(own) < self.end_s else [])]
             self._note_pass(self.programs.take_turns(group), own)
         cost_s = sum(map(self._cost_s, [*sizes, own]))
         while len(self.passes) < MOST_PASSES and seconds() + cost_s < self.end_s and len(sizes) > 1:
             start_s = seconds()
-            self.stage("taking turns", f"pass {len(self.passes) + 1}: {', '.join(map(str, sizes))} samples a batch, in fresh programs")
+            self.stage("comparing", f"pass {len(self.passes) + 1}: {', '.join(map(str, sizes))} samples a batch, in fresh programs")
             left, done = [*sizes, own] if len(self.passes) % 2 == 0 else [own, *sizes[::-1]], []
             while left:
                 group = self.programs.entered(left)
@@ -262,18 +273,19 @@ class BatchCurve:
     def _note_pass(self, visits: Sequence[Visit], own: int) -> bool:
         same = [visit for visit in visits if visit.size == own]
         if same:
-            self.passes.append({visit.size: self._per_sample(visit) for visit in reversed(visits)})  # of the own size, the first
+            # The own size runs twice; its first visit counts
+            self.passes.append({visit.size: self._per_sample(visit) for visit in reversed(visits)})
             self.again += [[Round(a, b) for a, b in zip(same[0].turns, other.turns, strict=False)] for other in same[1:]]
         return bool(same)
 
 
 def _no_gain(explored: dict[int, list[float]]) -> bool:
-    """Whether the two largest sizes have brought next to nothing over the one before them."""
+    """Whether the two largest sizes gave almost no speed-up over the size before them."""
     ordered = [block_ms(explored[size]) for size in sorted(explored)]
     return len(ordered) >= 3 and ordered[-3] < GAIN * min(ordered[-2:])
 
 
 def _extended(known: Sequence[tuple[int, int]], size: int) -> float:
-    """Bytes at a larger size: along the line through the two largest ones that were measured, or in proportion where there is one."""
+    """Extrapolate the bytes to a larger size from the two largest measured sizes, or in proportion to one."""
     (a, x), (b, y) = known[-2] if len(known) > 1 else (0, 0), known[-1]
     return y + max(0.0, (y - x) / (b - a)) * (size - b)

@@ -1,4 +1,4 @@
-"""The programs of `flatout batch`: each at one size, as many alive at once as the memory allows, one running at a time."""
+"""The programs of `flatout batch`: one per size, as many alive as memory allows, one running at a time."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ MOST_TOGETHER = 8
 
 
 class Programs:
-    """Started, held, let take turns, and ended. ``costs_s`` is what it took to start one, by size; ``record`` is told what went wrong."""
+    """Starts, pauses, interleaves and ends programs.
+
+    ``costs_s`` is the cost of starting a program, by size; errors go to ``record``.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float) -> None:
         self.command, self.job, self.facts, self.record, self.seed, self.end_s = command, job, facts, record, seed, end_s
         self.costs_s: dict[int, float] = {}
-        self.alive: list[Visit] = []  # held, and ready for turns
+        self.alive: list[Visit] = []  # paused and ready to be measured
         self.copies = 1
         self.prefetched = 0
 
     def own(self) -> Trial:
-        """The program as it is, not started yet."""
+        """Return the program as it is, not started yet."""
         return Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.seed)
 
     def enter(self, size: int) -> Visit:
-        """A program at this size, steady and held. Raises DidNotRun."""
+        """Return a program at this size, steady and paused. Raises DidNotRun."""
         plan = Plan() if size == self.record.own else Plan((Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),))
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.seed)
         start_s = seconds()
@@ -46,7 +49,7 @@ class Programs:
             got = next((loader["batch_size"] for loader in seen["scene"]["loaders"][self.record.loader or 0:]), None)
             if got != size:
                 said = [each["reason"] for each in seen["skipped"] if each["name"] == "batch_size"]
-                raise DidNotRun("failed", said[0] if said else f"the training loader has batches of {got} samples all the same")
+                raise DidNotRun("failed", said[0] if said else f"the training loader still has batches of {got} samples")
             trial.hold()
         except ProgramGone as gone:
             trial.close()
@@ -59,7 +62,7 @@ class Programs:
         return self.alive[-1]
 
     def keep(self, visit: Visit) -> None:
-        """Let it live for the turns, where there is memory for it and for another one."""
+        """Keep it alive if memory has room for it and one more."""
         if len(self.alive) > self.together or self.copies <= 2:
             self.dismiss([visit])
 
@@ -74,17 +77,17 @@ class Programs:
         return 0 if self.record.device != "cpu" else MOST_TOGETHER
 
     def entered(self, left: list[int]) -> list[Visit]:
-        """Programs of the first of these sizes, which leave the list: as many as may live at once, one at least."""
+        """Start programs of the first sizes in ``left`` and remove these sizes from it."""
         group: list[Visit] = []
         while left and (not group or (len(group) < self.together and self.copies > 2)):
             try:
                 group.append(self.enter(left.pop(0)))
             except DidNotRun as error:
-                self.record.notes.append(f"a program with another batch size did not start again: {error.why}")
+                self.record.notes.append(f"a program with another batch size did not restart: {error.why}")
         return group
 
     def take_turns(self, group: list[Visit]) -> list[Visit]:
-        """There and back again; then these programs are done with."""
+        """Measure the programs forwards and backwards, then end them."""
         try:
             for visit in group:
                 visit.turns.clear()
@@ -92,7 +95,7 @@ class Programs:
                 for visit in group if turn % 2 == 0 else group[::-1]:
                     visit.turn()
         except ProgramGone as gone:
-            self.record.notes.append(f"a program was gone in the middle of its turns: {why_gone(gone)}")
+            self.record.notes.append(f"a program ended while it was being measured: {why_gone(gone)}")
         finally:
             self.dismiss(group)
         return [visit for visit in group if visit.turns]

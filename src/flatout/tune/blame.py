@@ -1,6 +1,7 @@
-"""Which lever a failure belongs to: never one, where the plain program ends in the same way.
+"""Finds the lever that causes a failure. No lever is blamed if the plain program ends in the same way.
 
-A program that was started under several levers and failed is started again under fewer, until no lever can be left out without the failure going away too.
+A program that failed with several levers starts again with fewer, until removing any lever makes the failure
+disappear.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from flatout.tune.candidates import in_order
 from flatout.tune.together import Seen
 from flatout.tune.tuning import Tuning, last_line, why_gone
 
-LONGEST_S = 30.0  # of training, to see whether the plain program comes past the same tick
-FEWEST_BLOCKS = 6  # of a program that comes to its own end: its blocks are made short enough for so many
+LONGEST_S = 30.0  # of training, to see whether the plain program passes the same tick
+FEWEST_BLOCKS = 6  # of a program that finishes by itself; its blocks are shortened to allow this many
 
 
 def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
-    """Whether the program ended by itself, as the plain one does: with its last line, or with an error of its own at that tick."""
+    """Whether the program ended like the plain one: finished, or failed with its own error there."""
     ticks = max(ticks, _trained(gone))
     if gone.status == "ended":
         _note_length(tuning, ticks)
@@ -37,28 +38,31 @@ def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
 
 
 def _trained(gone: TrialRecord) -> int:
-    """The ticks that a program trained for, its last block included, which it did not come to the end of."""
+    """Return the ticks that a program trained for, including its last, incomplete block."""
     return max(0, (len(set(gone.loss_steps)) if gone.unit == "step" else len(gone.losses)) - 1)
 
 
 def _note_length(tuning: Tuning, ticks: int) -> None:
-    """A program of so many ticks is started again as often as the comparison needs; its blocks are short."""
+    """Record the length of a short program: it is restarted as often as needed, with short blocks."""
     warm = tuning.warm_ticks
     tuning.length_ticks = max(ticks, tuning.length_ticks or 0)
     tuning.arena.longest_ticks = max(2, min(tuning.arena.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS))
 
 
 def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
-    """Whether the plain program, too, is gone a little after so many ticks. What takes too long to find out counts as no."""
+    """Whether the plain program also fails shortly after this many ticks.
+
+    If that takes too long to find out: no.
+    """
     arena, beyond = tuning.arena, _beyond(tuning, ticks)
     if tuning.furthest_plain > beyond or beyond * arena.tick_ms / 1000 > min(LONGEST_S, tuning.allowed_s()):
         return False
-    tuning.watcher.stage("checking", "whether the plain program fails there, too")
+    tuning.watcher.stage("checking", "whether the plain program fails there too")
     return _failure(tuning, (), beyond) is not None
 
 
 def program_ended(tuning: Tuning, on: Collection[str], seen: Seen) -> None:
-    """What follows where a program in which these factors were on did not come through: nothing for its own end, else the lever is left out."""
+    """Handle a program that did not complete: ignore a regular end, otherwise leave the lever out."""
     choices = [tuning.choices[key] for key in on if key in tuning.choices]
     if seen.left_out is not None:
         name, reason = seen.left_out
@@ -70,18 +74,18 @@ def program_ended(tuning: Tuning, on: Collection[str], seen: Seen) -> None:
 
 
 def _beyond(tuning: Tuning, ticks: int) -> int:
-    """A tick that is surely after the one at which a program failed that was last seen after so many."""
+    """Return a tick that is certainly after the failure of a program last seen at ``ticks``."""
     return ticks + 2 * tuning.arena.block_ticks + 1
 
 
 def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: int) -> None:
-    """Reject the lever under which the program fails, or forbid the pair that does not work together."""
+    """Reject the lever with which the program fails, or exclude the pair that does not work together."""
     guilty = [choice for choice in choices if choice.name in tuning.candidates]
     said, beyond = last_line(gone.reason), _beyond(tuning, max(ticks, _trained(gone)))
     if not guilty:
         return
     while len(guilty) > 1 and seconds() < tuning.explore_until_s:
-        tuning.watcher.stage("checking", f"which of {in_order(guilty).describe()} the program does not survive")
+        tuning.watcher.stage("checking", f"which of {in_order(guilty).describe()} makes the program fail")
         half = len(guilty) // 2
         parts = [guilty[:half], guilty[half:]] + ([[c for c in guilty if c is not one] for one in guilty] if len(guilty) > 2 else [])
         smaller = next((part for part in parts if part and _failure(tuning, part, beyond) is not None), None)
@@ -89,17 +93,17 @@ def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: i
             break
         guilty = smaller
     if len(guilty) == 1:
-        reject(tuning, guilty[0], f"the program does not survive it: {said}")
+        reject(tuning, guilty[0], f"the program fails with it: {said}")
     elif len(guilty) == 2:
         tuning.forbid(guilty[0].name, guilty[1].name)
         tuning.note(in_order(guilty).describe(), "together", None, f"they do not work together: {said}", seconds())
     else:
         for choice in guilty:
-            reject(tuning, choice, f"the program failed under {in_order(guilty).describe()}, and there was no time to find out which of them it was: {said}")
+            reject(tuning, choice, f"the program failed with {in_order(guilty).describe()}; there was no time to find the lever responsible: {said}")
 
 
 def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
-    """Leave this value of a lever out of the search."""
+    """Remove this value of a lever from the search."""
     candidate = tuning.candidates[choice.name]
     candidate.without(choice.value, reason)
     tuning.drop(spell(choice.name, choice.value))
@@ -107,7 +111,7 @@ def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
 
 
 def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> str | None:
-    """What the program says as it fails under these within so many ticks; None where it comes through, or to its own end."""
+    """Return the program's error with these choices within ``ticks``; None if it gets there or finishes."""
     try:
         trial = tuning.enter(in_order(choices) if choices else Plan()).trial
     except (ProgramGone, LeverFailed) as error:

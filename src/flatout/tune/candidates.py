@@ -1,4 +1,4 @@
-"""The levers of one search: which values the program allows, what was measured of them, how each ended."""
+"""The levers of one search: the values that the program allows, their measurements and their outcome."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.records import LeverRecord, Ratio
 from flatout.plan.words import Effect, Origin, Status
 
-LIVE, PROCESSES = "live", "processes"  # how a ratio was measured: switched in running programs, or between programs that take turns
-NO_TIME = "there was no time left to measure it"
-FOR_MEMORY = "it saves memory, and no limit was given (for example `--memory-limit 8GB`)"
-NO_GAIN, SLOWER = "no gain that stands out from the noise", "slower here"
+# How a ratio was measured: by switching in running programs, or between alternating programs
+LIVE, PROCESSES = "live", "processes"
+NO_TIME = "not measured: the budget ran out"
+FOR_MEMORY = "saves memory, but no memory limit is set; for example, add `--memory-limit 8GB`"
+NO_GAIN, SLOWER = "no speed-up beyond the noise", "slower here"
 
 
 @dataclass
 class Candidate:
-    """One lever in this search. ``value`` and ``ratio`` belong to the value that the search would take, or came nearest to taking.
+    """One lever in this search.
 
-    ``ratio`` is what the lever brings beside the rest of the plan. ``for_memory``: measured by what it saves, not for its speed.
+    ``value`` and ``ratio`` belong to the chosen value, or to the best value if none is chosen. ``ratio`` is
+    the speed-up of the lever given the rest of the plan. ``for_memory``: the lever is judged by the memory it
+    saves, not by its speed.
     """
 
     lever: Lever
@@ -34,12 +37,12 @@ class Candidate:
     reason: str = ""
     status: Status = Status.SKIPPED
     for_memory: bool = False
-    rejected: dict[str, str] = field(default_factory=dict)  # values that failed, spelled, with the reason of each
+    rejected: dict[str, str] = field(default_factory=dict)  # failed values as text, each with its reason
 
     @property
     def choice(self) -> Choice:
         if self.value is None:
-            raise ValueError(f"no value of {self.lever.name} has been chosen yet")
+            raise ValueError(f"no value of {self.lever.name} is chosen yet")
         return Choice(self.lever.name, self.value, Origin.TUNER)
 
     @property
@@ -51,7 +54,7 @@ class Candidate:
         self.status, self.reason = Status.REJECTED, reason
 
     def without(self, value: Value, reason: str) -> None:
-        """Leave one value out; the lever is rejected with the last of them."""
+        """Remove one value; without values left, the lever is rejected."""
         self.rejected[spell(self.lever.name, value)] = reason
         self.values = tuple(each for each in self.values if each != value)
         if not self.values:
@@ -66,25 +69,28 @@ class Candidate:
 
 def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None, limited: bool = False,
              base: Plan | None = None, unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "") -> dict[str, Candidate]:
-    """What every lever said of the program, narrowed by what was asked for. ``limited``: memory is; ``base`` is what all programs of the
-    search run under, and ``unfit`` says why a lever cannot join it."""
+    """Combine the answers of all levers with the restrictions of the search.
+
+    ``limited``: memory is limited. ``base`` is the plan that applies to all programs of the search, and
+    ``unfit`` says why a lever cannot be combined with it.
+    """
     found = {}
     for lever in TABLE:
         if base is not None and base.get(lever.name) is not None:
-            continue  # it holds for all programs of the search
+            continue  # it already applies to all programs of the search
         answer = options[lever.name]
         if "skip" in answer:
             found[lever.name] = Candidate(lever, (), lever.effect, reason=answer["skip"])
             continue
         effect = Effect(answer["effect"]) if answer["effect"] else lever.effect
         if only is not None and lever.name not in only:
-            found[lever.name] = Candidate(lever, (), effect, reason="it was not among the levers asked for")
+            found[lever.name] = Candidate(lever, (), effect, reason="not among the requested levers")
         elif effect is Effect.CHANGES_MATH:
-            found[lever.name] = Candidate(lever, (), effect, reason="it changes what is learned, so it is only used by name in a plan, never by the tuner")
+            found[lever.name] = Candidate(lever, (), effect, reason="changes the training result, so the tuner never selects it; name it in a plan to use it")
         elif apart := unfit(lever, base):
             found[lever.name] = Candidate(lever, (), effect, reason=apart)
         elif effect not in effects:
-            found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not asked for")
+            found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not requested")
         elif lever.saves_memory and not limited and only is None:
             found[lever.name] = Candidate(lever, (), effect, reason=FOR_MEMORY)
         else:
@@ -93,9 +99,10 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
 
 
 def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[Mapping[str, Any]], ready: Mapping[str, Any], most_s: float) -> None:
-    """Leave out what would fetch every sample before the first batch, where that takes longer than ``most_s``.
+    """Remove values that fetch every sample before the first batch, if that takes longer than ``most_s``.
 
-    A sample costs its share of the wait for a batch; where workers fetch it, at most their number times its share of a step.
+    A sample costs its share of the wait for a batch. With workers it costs at most its share of a step times
+    their number.
     """
     total_ms = 0.0
     for loader in loaders:
@@ -106,17 +113,17 @@ def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[M
 
 
 def fetches_all(value: Value) -> bool:
-    """Whether a program under this value fetches its whole data set before its first batch."""
+    """Whether a program with this value fetches its whole data set before its first batch."""
     return isinstance(value, dict) and bool(value.get("ahead"))
 
 
 def plan_of(candidates: Iterable[Candidate]) -> Plan:
-    """Their choices, in the order in which levers act."""
+    """Return the plan of these candidates, in the order in which levers act."""
     return in_order(c.choice for c in candidates)
 
 
 def in_order(choices: Iterable[Choice]) -> Plan:
-    """A plan of these choices, in the order in which levers act."""
+    """Return a plan of these choices, in the order in which levers act."""
     order = [lever.name for lever in TABLE]
     return Plan(tuple(sorted(choices, key=lambda choice: order.index(choice.name))))
 

@@ -1,6 +1,6 @@
-"""A program whose compiler works while others start: then it is measured with and without the compiler, all else equal.
+"""Compiles in a background program while others start, then measures it with and without the compiler.
 
-Where memory has no room for it beside others, it works after them.
+Without enough memory for both, the compiler runs after the other programs.
 """
 
 from __future__ import annotations
@@ -16,32 +16,39 @@ from flatout.tune.effects import Factor, Space
 from flatout.tune.together import Member, Seen, take_turns
 from flatout.tune.tuning import COMPILE_S, Tuning
 
-LONGEST_S = 10 * COMPILE_S  # from its start, the times in which it is stopped included
+LONGEST_S = 10 * COMPILE_S  # since its start, including the time it is stopped
 LOOK_S = 0.2
-FEWEST_S = {False: 40.0, True: 20.0}  # of exploring that must be left, on few cores and on MANY_CORES: a start, and the compiler on a small model
-MANY_CORES = 4  # from here on a compiler hardly holds up those that start meanwhile
-ALONE_SHARE = 0.15  # of the budget, for a compiler that is not done, or was not begun, after the last wave
-MOST_PROGRAMS = 4  # in memory at once: the observed one, two of a wave, and this one
-ALONE_PROGRAMS = 2  # the observed one and this one
+# Least exploring time left, on few cores and on MANY_CORES: a start and compiling a small model
+FEWEST_S = {False: 40.0, True: 20.0}
+MANY_CORES = 4  # from here on a compiler hardly delays other starting programs
+ALONE_SHARE = 0.15  # of the budget, for compiling that is not done, or not begun, after the last wave
+MOST_PROGRAMS = 4  # in memory at once: the observed program, two of a wave, and this one
+ALONE_PROGRAMS = 2  # the observed program and this one
 
 
 class Compiling:
-    """One such program at a time, in ``arena.background`` until it is ready. Each factor that warms up for long has its turn, the likeliest first."""
+    """Runs one compiling program at a time, in ``arena.background`` until it is ready.
+
+    Each factor with a long warm-up is compiled once, the most promising first.
+    """
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
         self.trial: Trial | None = None
-        self.factor: Factor | None = None  # what is compiled
+        self.factor: Factor | None = None  # the factor being compiled
         self.on: frozenset[str] = frozenset()
         self.begun: set[str] = set()
 
     @property
     def due(self) -> Factor | None:
-        """What is to be compiled next."""
+        """The factor to compile next."""
         return min((factor for factor in self.tuning.space.factors if factor.warms_up and factor.key not in self.begun), key=lambda f: f.mean, default=None)
 
     def begin(self, quick: Space, alone: bool = False) -> None:
-        """Beside what is likely to win of the factors that need no long warm-up. ``alone``: no other program is started meanwhile."""
+        """Start compiling together with the likely best of the other factors.
+
+        ``alone``: no other program starts meanwhile.
+        """
         tuning, factor = self.tuning, self.due
         if self.trial is not None or factor is None or not (alone or self._has_room) or tuning.explore_until_s - seconds() < self._fewest_s:
             return
@@ -59,7 +66,7 @@ class Compiling:
 
     @property
     def _has_room(self) -> bool:
-        """Whether it fits into memory beside a wave."""
+        """Whether it fits into memory together with a wave."""
         return self.tuning.copies >= MOST_PROGRAMS
 
     @property
@@ -67,7 +74,7 @@ class Compiling:
         return FEWEST_S[self.tuning.facts.cores >= MANY_CORES]
 
     def look(self, wait_s: float = 0.0) -> bool:
-        """Measure it if it is ready. True once there is nothing to wait for."""
+        """Measure it if it is ready. Returns True if there is nothing left to wait for."""
         tuning, trial = self.tuning, self.trial
         if trial is None:
             return True
@@ -99,14 +106,17 @@ class Compiling:
 
     @property
     def reserved_s(self) -> float:
-        """Of the time for exploring, what is kept for the compiler alone."""
+        """The part of the exploring time reserved for the compiler alone."""
         alone_s = min(COMPILE_S, ALONE_SHARE * self.tuning.budget_s)
         if self.trial is None and (self.due is None or self._has_room or alone_s < self._fewest_s):
             return 0.0
         return alone_s
 
     def wait(self, quick: Space) -> None:
-        """The rest of the time for exploring belongs to compilers alone; where that is too little, their lever says so."""
+        """Spend the rest of the exploring time on compilers alone.
+
+        If that is too short, their levers get a reason.
+        """
         self._begin_the_next(quick)
         while self.trial is not None:
             self._wait(self.trial)
@@ -125,7 +135,7 @@ class Compiling:
             if seconds() >= tuning.explore_until_s:
                 spent_s = seconds() - trial.started_s
                 more = f"give --budget {math.ceil((tuning.budget_s + COMPILE_S) / 60)}m"
-                tuning.candidates[factor.lever].reason = f"the compiler was not done after {spent_s:.0f} s; {more}"
+                tuning.candidates[factor.lever].reason = f"compilation did not finish within {spent_s:.0f} s; {more}"
                 self._end(trial)
                 return
 

@@ -1,4 +1,4 @@
-"""What exploring has shown: the plan that is expected to be fastest, and a sentence or a ratio for every lever."""
+"""Turns the measurements of the search into a plan, and into a reason or a ratio for every lever."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from flatout.plan.words import Effect, Status
 from flatout.tune.candidates import LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
 from flatout.tune.tuning import Tuning, only
 
-LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9  # the chance of being faster that a lever of the plan must have; where it changes no bit; where it warms up
-DATA_SHARE = 0.3  # of a step, from where on it is worth saying
+# The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
+LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9
+DATA_SHARE = 0.3  # of a step; above this it is reported
 WORTH_A_LEVER = 0.003  # of log time
 
 def best_measured(tuning: Tuning) -> frozenset[str]:
-    """The set that is expected to be fastest, of what was really measured. What is about as likely to help as not stays out of the plan."""
+    """Return the fastest measured set by expectation.
+
+    A lever whose benefit is uncertain stays out of the plan.
+    """
     if not tuning.measured:
         return frozenset()
     fitted = tuning.fit_of(only(tuning.space, tuning.measured))
@@ -29,12 +33,12 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
 
 
 def _needed(candidate: Candidate) -> float:
-    """The chance of being faster that it must have to be in the plan."""
+    """Return the chance of being faster that the candidate needs to join the plan."""
     return LIKELY_WARM if candidate.lever.warms_up else LIKELY_EXACT if candidate.effect is Effect.EXACT else LIKELY
 
 
 def conclude(tuning: Tuning) -> list[Candidate]:
-    """Tell every candidate what was found of it, beside the rest of the plan; the candidates of the plan."""
+    """Give every candidate its result, given the rest of the plan; return the candidates of the plan."""
     best = best_measured(tuning)
     chosen = {tuning.choices[key].name: key for key in best}
     found = []
@@ -52,7 +56,7 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             continue
         clear = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
         candidate.reject(SLOWER if candidate.ratio.high < 1.0 else NO_GAIN)
-        if tuning.disturbance.disturbed and not clear:  # what others did to it may be larger than the effect
+        if tuning.disturbance.disturbed and not clear:  # the disturbance may be larger than the effect
             candidate.ratio = None
     if best:
         tuning.note(tuning.plan_for(best).describe(), "design", tuning.gain(best), f"{len(tuning.blocks)} blocks of {len(tuning.numbers)} processes",
@@ -64,30 +68,30 @@ def conclude(tuning: Tuning) -> list[Candidate]:
 
 
 def _say_why_nothing(tuning: Tuning) -> None:
-    """Whether the plain program stays because nothing is faster, or because that could not be seen."""
+    """Say whether nothing is faster, or whether the search could not tell."""
     session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
     if tuning.choices and not tuning.measured:
-        session.undecided, session.obstacle = True, f"there was no time to measure a lever; {more}"
+        session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
     elif tuning.disturbance.disturbed and any(c.ratio is None and c.status is Status.REJECTED and c.reason == NO_GAIN for c in tuning.candidates.values()):
         session.undecided = True
-        session.obstacle = f"{tuning.disturbance.sentence()}, and no gain stands out from what they may have done to it; stop them, or {more}"
+        session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {more}"
 
 
 def noise_of(tuning: Tuning) -> Ratio:
-    """How far two processes of one program are apart here, as an interval around 1."""
+    """Return the process-to-process variation of the speed of one program, as an interval around 1."""
     fitted = tuning.fitted or tuning.refit()
     apart = math.exp(QUANTILE * math.sqrt(2) * fitted.luck)
     return Ratio(1.0, 1 / apart, apart, len(tuning.numbers))
 
 
 def obstacle(tuning: Tuning) -> str:
-    """What stands in the way of more than the plan that was found, with the command that would help; empty where nothing is known to."""
+    """Return what limits the plan and the command that would help; empty if nothing is known."""
     session = tuning.session
     late = [c for c in tuning.candidates.values() if c.status is Status.SKIPPED and c.values and not c.for_memory and (c.reason == NO_TIME or c.lever.warms_up)]
     if late:
         names = ", ".join(candidate.lever.name for candidate in late)
-        return f"{names} had no time to be measured; give --budget {max(2, math.ceil(2 * tuning.budget_s / 60))}m"
+        return f"{names} could not be measured in time; give --budget {max(2, math.ceil(2 * tuning.budget_s / 60))}m"
     data = session.best.phases.get("data", {}).get("share", 0.0)
     if data >= DATA_SHARE:
-        return f"{data:.0%} of a step still waits for data; `flatout profile` shows where"
+        return f"{data:.0%} of a step is spent waiting for data; `flatout profile` shows where"
     return ""

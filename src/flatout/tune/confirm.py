@@ -1,7 +1,10 @@
-"""Confirmation: fresh pairs of processes, plain and tuned, each pair with a seed of its own. Speed and guard come from the same runs.
+"""Confirmation: fresh pairs of processes, plain and tuned, each pair with its own seed.
 
-The blocks of the pairs join all others in the regression, so the verdict rests on everything that was measured. Where the guard rejects a plan, the levers
-that cause it are found and left out (`flatout.tune.narrow`), and the rest is confirmed.
+Speed and guard use the same runs.
+
+The blocks of the pairs join all others in the regression, so the verdict uses every measurement. If the guard
+rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest is
+confirmed.
 """
 
 from __future__ import annotations
@@ -26,25 +29,25 @@ from flatout.tune.orders import together_order
 from flatout.tune.together import Asked, Seen, measure_together
 from flatout.tune.tuning import FEWEST_PAIRS, PAIRS, Tuning, last_line
 
-WORTH_KEEPING = 1.01  # a plan that brings less is not worth its file
-WORTH_ANOTHER_TRY = 1.03  # what is left of a plan that the guard has rejected
-MORE_FOR_THE_REST = 0.5  # of the budget, for confirming what is left of it
-LATE_S = 20.0  # the longest that doing a late step again may take
-START_NOISE = 0.25  # two starts of one program differ by this without any reason
+WORTH_KEEPING = 1.01  # a smaller speed-up does not justify a plan file
+WORTH_ANOTHER_TRY = 1.03  # for the rest of a plan that the guard rejected
+MORE_FOR_THE_REST = 0.5  # of the budget, for confirming that rest
+LATE_S = 20.0  # upper limit for replaying a late step
+START_NOISE = 0.25  # normal variation between two starts of one program
 
 
 @dataclass
 class Pairs:
-    """The fresh runs of a search: the plain ones by seed, and those of one plan."""
+    """The fresh runs of a search: the plain runs by seed, and the runs of one plan."""
 
     plain: dict[int, TrialRecord] = field(default_factory=dict)
     tuned: dict[int, TrialRecord] = field(default_factory=dict)
     plain_ms: list[float] = field(default_factory=list)
     tuned_ms: list[float] = field(default_factory=list)
     rounds: list[list[Round]] = field(default_factory=list)
-    late: dict[str, Any] | None = None  # the replica of a step, after the longest stretch of training
+    late: dict[str, Any] | None = None  # the replica of a step after the longest training
     hosts: list[str] = field(default_factory=list)
-    failure: str = ""  # how the plan's program was lost
+    failure: str = ""  # why the plan's program was lost
 
     def both(self) -> tuple[list[TrialRecord], list[TrialRecord]]:
         seeds = sorted(self.plain.keys() & self.tuned.keys())
@@ -53,7 +56,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a plan was not kept; ``by_guard`` holds the guard's verdict where it was the guard. ``undecided``: more time might have kept it."""
+    """Why a plan was not kept.
+
+    ``by_guard`` holds the guard's verdict if the guard rejected it. ``undecided``: with more time it might
+    have been kept.
+    """
 
     reason: str
     by_guard: GuardRecord | None = None
@@ -61,7 +68,10 @@ class Refused:
 
 
 def settle(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
-    """Confirm the plan; where the guard rejects it, what is left without the levers that cause it; else the plain program stays."""
+    """Confirm the plan.
+
+    If the guard rejects it, confirm the rest without the levers responsible; else keep the plain program.
+    """
     attempt, pairs = list(tuned), Pairs()
     while attempt:
         refused = _confirm(tuning, attempt, replica, pairs)
@@ -76,7 +86,7 @@ def settle(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | Non
             gain = tuning.gain(_keys(rest)).median
             if rest and (gain < WORTH_ANOTHER_TRY or tuning.allowed_s() + MORE_FOR_THE_REST * tuning.budget_s < FEWEST_PAIRS * tuning.pair_s):
                 for candidate in rest:
-                    candidate.reason = f"what is left beside what the guard rejected brings {gain:.2f}x; it was not confirmed"
+                    candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
                 rest = []
         attempt, replica = rest, None
         pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms)
@@ -94,40 +104,41 @@ def _keys(candidates: Sequence[Candidate]) -> frozenset[str]:
 
 
 def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> Refused | None:
-    """None where the plan is kept, which the session then holds."""
+    """Confirm a plan; None if the plan is kept, and the session then holds it."""
     plan, session, start_s, known = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
     while _time_for_another(tuning, tuned, pairs, known):
-        tuning.watcher.stage("confirming", f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, fresh processes")
+        tuning.watcher.stage("confirming", f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes")
         tuning.disturbance.look()
         _more_pairs(tuning, tuned, pairs)
         if pairs.failure:
             tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
-            return Refused(f"in fresh processes: {pairs.failure}")
+            return Refused(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.contest(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
         if FEWEST_PAIRS <= len(pairs.tuned) < PAIRS and _judged(tuning, tuned, replica, pairs).verdict == "failed":
-            break  # the rest of the time is for what is left without the culprit
+            break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.both()
     if not tuned_records:
-        return Refused(f"there was no time left to confirm it; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m", undecided=True)
+        return Refused(f"not confirmed: the budget ran out; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m", undecided=True)
     ratio = _ratio(tuning, tuned, pairs)
     tuning.note(plan.describe(), "fresh pairs", compare(pairs.rounds) if pairs.rounds else ratio, "", start_s, host="; ".join(dict.fromkeys(pairs.hosts)))
     session.guard = _judged(tuning, tuned, replica, pairs)
     _fill(session.baseline, Plan(), plain_records, pairs.plain_ms)
     _fill(session.best, plan, tuned_records, pairs.tuned_ms)
-    if any(fetches_all(choice.value) for choice in plan):  # the fresh programs were spared it; the real run will not be
+    # The fresh programs reused the samples; the real run will not
+    if any(fetches_all(choice.value) for choice in plan):
         session.best.warmup_ms += 1000 * tuning.once_s
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
     if len(tuned_records) < FEWEST_PAIRS:
         more = f"give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m"
-        return Refused(f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; {more}", undecided=True)
+        return Refused(f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {more}", undecided=True)
     if session.guard.verdict == "failed":
         return Refused(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
-        return Refused(f"not kept unproven: {session.guard.why}")
+        return Refused(f"not kept, because its results could not be checked: {session.guard.why}")
     if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < WORTH_KEEPING):
         return _not_shown(tuning, ratio)
     if not tuning.must_fit and not _repaid(tuning):
-        return Refused(f"the warm-up is repaid after {session.payback_steps} steps, beyond the horizon (--horizon)")
+        return Refused(f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)")
     session.speedup = ratio
     for candidate in tuned:
         candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, tuned_records[0])
@@ -136,16 +147,19 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | N
 
 
 def _not_shown(tuning: Tuning, ratio: Ratio) -> Refused:
-    """A plan whose gain does not stand out from the noise."""
-    shown = f"{ratio.sentence()} with fresh processes"
+    """Refuse a plan whose speed-up is within the noise."""
+    shown = f"{ratio.sentence()} in fresh processes"
     if not tuning.disturbance.disturbed or ratio.high < WORTH_KEEPING:
-        return Refused(f"together {shown}: no gain that stands out from the noise")
+        return Refused(f"together {shown}: no speed-up beyond the noise")
     more = f"stop them, or give --budget {tuning.enough_m(2 * tuning.budget_s)}m"
-    return Refused(f"{tuning.disturbance.sentence()}, and the gain ({shown}) does not stand out from what they may have done to it; {more}", undecided=True)
+    return Refused(f"{tuning.disturbance.sentence()}, which may hide the speed-up ({shown}); {more}", undecided=True)
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
-    """From all blocks of the search; where it had no time to explore, or a memory limit chose the plan, from the pairs alone."""
+    """Return the ratio from all blocks.
+
+    If there was no time to explore, or a memory limit chose the plan, use the pairs alone.
+    """
     keys = _keys(tuned)
     if keys <= tuning.choices.keys() or not pairs.rounds:
         tuning.refit()
@@ -154,14 +168,15 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
 
 
 def _remarks(candidate: Candidate, record: TrialRecord) -> str:
-    """What a lever that was applied had to say: which part of the program it left alone, and why."""
+    """Return the remarks of an applied lever: which part of the program it left alone, and why."""
     return "; ".join(dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name))
 
 
 def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, known: int) -> bool:
-    """Three pairs within the budget. It may be overrun a little for the first two, and for more where they cannot decide.
+    """Whether there is time for another pair: three pairs within the budget.
 
-    ``known`` plain runs need not be done again.
+    The first two may exceed it a little, and further pairs may if the result is undecided. ``known`` plain
+    runs are reused.
     """
     done = len(pairs.tuned)
     more_s = MORE_FOR_THE_REST * tuning.budget_s if known else 0.0
@@ -174,7 +189,7 @@ def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, 
 
 
 def _more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> None:
-    """The next pair; on other machines one a node. A plain run of a seed that is known already is not done again."""
+    """Run the next pair; on remote machines, one pair per node. A plain run of a known seed is reused."""
     plan, elsewhere, first = plan_of(tuned), tuning.elsewhere, len(pairs.tuned)
     nodes = len(elsewhere.ready) if elsewhere is not None else 0
     wanted = max(1, min(nodes, PAIRS - first if first < PAIRS else 2 * PAIRS - first))
@@ -186,7 +201,10 @@ def _more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Non
 
 
 def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool) -> list[Asked]:
-    """Both sides of a pair. Who starts and runs first changes from pair to pair: the machine may warm up, or tire, in between."""
+    """Return both sides of a pair.
+
+    Their order alternates from pair to pair, because the machine may speed up or slow down.
+    """
     rows = (None,) * tuning.rounds
     record = "draws" if widest(tuned) is Effect.RESAMPLED else "record"
     checks_late = seed == PAIRS - 1 and tuning.arena.unit == "step" and tuning.replica_s <= LATE_S
@@ -211,7 +229,7 @@ def _measured(tuning: Tuning, asked: Sequence[list[Asked]]) -> list[tuple[list[S
 
 
 def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, asked: Sequence[Asked], found: Sequence[Seen]) -> None:
-    """Note what came of one pair."""
+    """Record the results of one pair."""
     times: dict[bool, list[float]] = {}
     for one, seen in zip(asked, found, strict=True):
         plain = not len(one.plan)
@@ -239,7 +257,7 @@ def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] 
     shake = shake_for(effect)
     found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken.get(shake, ()), pairs.late)
     if shake not in tuning.shaken and wants_shaken(found):
-        tuning.watcher.stage("guard", "the plain program with its weights shaken in the last place: how far does it carry rounding?")
+        tuning.watcher.stage("guard", "the plain program with weights perturbed in the last place, to see how far rounding spreads")
         seeds = [record.seed or 0 for record in plain[:FEWEST_PAIRS if tuning.arena.tick_ms < SLOW_MS else 1]]
         tuning.shaken[shake] = shaken(tuning, seeds, shake, max(len(record.losses) for record in plain))
         found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken[shake], pairs.late)
@@ -247,7 +265,7 @@ def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] 
 
 
 def shaken(tuning: Tuning, seeds: Sequence[int], shake: float, known: int = START_STEPS) -> list[TrialRecord]:
-    """Plain runs that were shaken, long enough for the first of ``known`` losses; none where one of them does not come through."""
+    """Return perturbed plain runs that cover the first of ``known`` losses; empty if one of them fails."""
     arena, steps = tuning.arena, min(START_STEPS, known)
     trials = [arena.start(Plan(), seed, shake) for seed in seeds]
     try:
@@ -277,7 +295,7 @@ def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequ
 
 
 def _payback(plain: Side, tuned: Side, warms_up: bool) -> int | None:
-    """After how many steps a longer start is repaid: 0 where there is nothing to repay, None where it never is."""
+    """Return after how many steps a longer start pays off: 0 if it is not longer, None if never."""
     if plain.step_ms is None or tuned.step_ms is None or tuned.step_ms >= plain.step_ms:
         return None
     extra = tuned.warmup_ms - plain.warmup_ms
@@ -295,7 +313,7 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
     choices = []
     for choice in plan_of(tuned):
         beside = next(c.ratio for c in tuned if c.lever.name == choice.name)
-        said = f"beside the others {beside.sentence()}" if beside else "measured only together with the others"
+        said = f"with the other levers {beside.sentence()}" if beside else "measured only together with the other levers"
         choices.append(Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}"))
     return Plan(tuple(choices), key)
 
@@ -309,4 +327,4 @@ def _stay_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
     for point in session.frontier:
         point.chosen = False
     if session.guard.verdict != "failed":
-        session.guard = GuardRecord("same", "the plain program stays as it is")
+        session.guard = GuardRecord("same", "the plain program is kept")

@@ -1,4 +1,4 @@
-"""Measuring on this machine what a search on another one has ordered (``tune.orders``): what is compared in one order runs here, in turns."""
+"""Measures on this machine what a search on another machine orders (`flatout.tune.orders`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.tune.together import Asked, measure_together
 
 
 def hold(order: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """Measure what this order asks for on this machine, whose facts these are. Raises FlatoutError where the program or its script is not there."""
+    """Carry out this order. Raises FlatoutError if the program or its script is not on this machine."""
     command = understand(order["typed"])
     if order["kind"] == "look":
         return {"facts": facts.to_json(), "key": key_of(command, facts)}

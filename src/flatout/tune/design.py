@@ -1,7 +1,8 @@
-"""What to measure next: the settings of the next processes, and of the next blocks in a process.
+"""Chooses what to measure next: the settings of the next processes, and of the next blocks in a process.
 
-Rows are chosen one after another, each for what it would take from the expected regret. The posterior gives draws; each draw has its best set. A row is worth
-the variance that it takes from the differences between these sets and the set that is best on average. With nothing measured, that balances the design.
+Rows are chosen one after another by how much they would reduce the expected regret. Each draw from the
+posterior has its own best set. The value of a row is the variance it removes from the differences between
+these sets and the best set on average. Before any measurement this balances the design.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from typing import Any
 from flatout.tune.effects import Block, Fitted, Space, fit
 from flatout.tune.one_thread import np
 
-SETTLED = 0.98  # the chance of being in the best set, or out of it, from where on a factor is not varied
-MOST_CANDIDATES = 192  # rows that are compared for each choice
-BLOCKS_A_PROCESS = 8  # expected of a process that is chosen now
-NEAR_PLAN_SHARE, FEW = 4, 2  # one block in so many has the likeliest set on, and one of a few has
-TOUR = 5  # blocks; a measurement that is ended early loses a later tour
+SETTLED = 0.98  # chance of being in, or out of, the best set above which a factor is no longer varied
+MOST_CANDIDATES = 192  # rows compared for each choice
+BLOCKS_A_PROCESS = 8  # expected for a newly chosen process
+NEAR_PLAN_SHARE, FEW = 4, 2  # one block in NEAR_PLAN_SHARE has the likeliest set on; of FEW blocks, one has
+TOUR = 5  # blocks; ending a measurement early only loses later tours
 WORTH_MEASURING = 0.01  # expected regret, in log time
 
 Array = Any  # a numpy array; the shape is in each docstring
 
 
 def plan_at_once(space: Space) -> frozenset[str]:
-    """The likeliest plan by the priors alone."""
+    """Return the likeliest plan by the priors alone."""
     return fit(space, ()).best()
 
 
 def worth_more_time(fitted: Fitted, chosen: frozenset[str], most: float = WORTH_MEASURING) -> bool:
-    """Whether more measuring can pay: the expected regret of ``chosen`` is above ``most`` (in log time)."""
+    """Whether more measuring can pay off: the expected regret of ``chosen`` exceeds ``most`` in log time."""
     return fitted.regret(chosen) > most
 
 
 def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[Block], n: int, rng: np.random.Generator, always_plain: bool) -> list[frozenset[str]]:
-    """What the next ``n`` processes, started together, have on for their whole life: process levers and those that warm up.
+    """Choose the process levers and warm-up levers of the next ``n`` processes, which start together.
 
-    The first ones are the plain program and the likeliest plan by the priors. ``always_plain``: one of each wave is the plain program.
+    The first processes are the plain program and the likeliest plan by the priors. ``always_plain``: each
+    wave includes the plain program.
     """
     fixed = ~space.switched
     known = fitted or fit(space, blocks)
@@ -56,7 +58,10 @@ def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[Block],
 
 
 def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n: int, rng: np.random.Generator) -> list[frozenset[str]]:
-    """The live settings of ``n`` consecutive blocks in a process with ``process_on``: the more telling ones first, in an order of few switches."""
+    """Return the live settings of ``n`` consecutive blocks in a process with ``process_on``.
+
+    The most informative settings come first, ordered for few switches.
+    """
     known = fitted or fit(space, ())
     base = space.rows([process_on])[0]
     candidates = _candidates(space, known, rng, space.switched, base)
@@ -64,7 +69,7 @@ def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n
     chosen = [plan] * (1 if 0 < n <= FEW else n // NEAR_PLAN_SHARE) if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0] else []
     features = np.hstack([space.features(candidates), np.ones((len(candidates), 1))])
     columns = len(known.cov)
-    cov = np.zeros((columns + 1, columns + 1))  # the last column is the luck of the process
+    cov = np.zeros((columns + 1, columns + 1))  # the last column is the variation of the process
     cov[:columns, :columns], cov[columns, columns] = known.cov, known.luck**2
     contrasts = np.hstack([_contrasts(known), np.zeros((len(_contrasts(known)), 1))])
     start = np.hstack([space.features(np.array(chosen)), np.ones((len(chosen), 1))]) if chosen else None
@@ -75,7 +80,7 @@ def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n
 
 
 def _candidates(space: Space, known: Fitted, rng: np.random.Generator, free: Array, base: Array) -> Array:
-    """(n, factors) allowed rows that differ in the ``free`` factors alone; a settled factor is where it will be."""
+    """(n, factors) allowed rows that differ in ``free`` factors only; settled factors keep their state."""
     chance = known.best_draws[1].mean(axis=0)
     measured = space.rows([known.measured])[0]
     on, off = free & measured & (chance > SETTLED), free & measured & (chance < 1 - SETTLED)
@@ -87,7 +92,7 @@ def _candidates(space: Space, known: Fitted, rng: np.random.Generator, free: Arr
 
 
 def _completed(space: Space, rows: Array, more: Array) -> Array:
-    """Each row with those factors of ``more`` that are allowed beside it."""
+    """Return each row with the factors of ``more`` that are allowed with it."""
     found = rows.copy()
     for at in np.flatnonzero(more):
         wider = found.copy()
@@ -97,7 +102,10 @@ def _completed(space: Space, rows: Array, more: Array) -> Array:
 
 
 def _contrasts(known: Fitted) -> Array:
-    """(draws, features): the best set of each draw, less the set that is best on average. Where all agree, that set less the plain program."""
+    """(draws, features): the best set of each draw minus the best set on average.
+
+    If all draws agree, that set minus the plain program.
+    """
     plan = known.space.features(known.space.rows([known.best()]))
     differences = known.space.features(known.best_draws[1]) - plan
     differing = differences[differences.any(axis=1)]
@@ -105,7 +113,10 @@ def _contrasts(known: Fitted) -> Array:
 
 
 def _greedy(cov: Array, contrasts: Array, candidates: Array, noise: float, n: int, start: Array | None) -> list[int]:
-    """Which candidates take most variance from the contrasts, one after another, after the rows ``start``. ``noise``: variance of one measurement."""
+    """Choose the candidates that remove most variance from the contrasts, after the rows ``start``.
+
+    ``noise``: variance of one measurement.
+    """
     spread = contrasts @ cov  # (contrasts, features)
     reach = candidates @ cov  # (candidates, features)
 
@@ -130,7 +141,7 @@ def _greedy(cov: Array, contrasts: Array, candidates: Array, noise: float, n: in
 
 
 def _short_tour(rows: Sequence[Array], rng: np.random.Generator) -> list[Array]:
-    """The same rows, each the fewest switches away from the one before; the first at random."""
+    """Order the rows so that each is the fewest switches from the row before it; the first is random."""
     left = list(rows)
     if not left:
         return []

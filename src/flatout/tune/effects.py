@@ -1,10 +1,12 @@
-"""What each lever brings, from the times of all blocks together: one Bayesian regression on the log of the time of a block.
+"""Estimates the effect of each lever by one Bayesian regression on the log times of all blocks.
 
-    log ms = host + luck of the process + drift and moment of the machine + work of the tick window + effects of what is on + effects of pairs + noise
+    log ms = host + process variation (luck) + drift and moment of the machine + work of the tick window
+             + effects of active factors + effects of active pairs + noise
 
-Effects and pairs have Gaussian priors. Luck, work and moments (of two seconds) are random effects whose variances are estimated, the drift is a random walk
-in pieces, the noise has heavy tails (``mixed_model``). A factor that was never on keeps its prior. Priors shrink what little data says, which also undoes the
-selection of the luckiest.
+Effects and pairs have Gaussian priors. Luck, work and moments (of two seconds) are random effects with
+estimated variances. The drift is a piecewise random walk, and the noise has heavy tails
+(`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
+effects, which also corrects for selecting the luckiest candidate.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from flatout.tune.space import Factor as Factor
 from flatout.tune.space import Space as Space
 
 REGRET_DRAWS = 200
-MOST_PIECES = 16  # of the drift, on each host
-HOST_SD = 3.0  # of a host's log time around the median: the times of programs differ by any factor
+MOST_PIECES = 16  # of the drift, per host
+HOST_SD = 3.0  # of a host's log time around the median; hosts may differ by any factor
 BISECTIONS = 36
 QUANTILES = (0.5, 0.025, 0.975)
 
@@ -32,9 +34,10 @@ Array = Any  # a numpy array; the shape is in each docstring
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive steps measured as one: ``ms`` a step.
+    """Consecutive steps measured together, at ``ms`` milliseconds a step.
 
-    ``at_s`` is the wall time in seconds. Blocks of different processes with the same ``window`` did the same work (the same ticks of the program).
+    ``at_s`` is the wall time in seconds. Blocks of different processes with the same ``window`` did the same
+    work (the same ticks of the program).
     """
 
     process: int
@@ -47,12 +50,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Spread:
-    """Prior sds, all in log time. The variance components (luck, noise, work, drift, moment) have log-normal priors: median, and sd of the logarithm."""
+    """Prior standard deviations in log time.
 
-    tail: float = 4.0  # degrees of freedom, above 2, of the priors of effects and pairs: most are small, a few are large
-    pair: float = 0.035  # the scale of that; of effects it follows from their sd
+    The variance components (luck, noise, work, drift, moment) have log-normal priors: median, and sd of the
+    logarithm.
+    """
+
+    # Degrees of freedom, above 2, of the priors of effects and pairs; a few effects are large
+    tail: float = 4.0
+    pair: float = 0.035  # scale of the prior of pairs; the scale of effects follows from their sd
     known_pair: float = 0.1
-    misfit: float = 0.015  # of a whole set around the sum of its effects and pairs: three levers can interact too
+    misfit: float = 0.015  # of a set around the sum of its effects and pairs; three levers can interact too
     luck: tuple[float, float] = (0.04, 0.6)
     noise: tuple[float, float] = (0.05, 0.7)
     noise_tail: float = 4.0  # degrees of freedom
@@ -60,12 +68,12 @@ class Spread:
     drift: tuple[float, float] = (0.01, 0.8)  # of one piece
     piece_s: float = 10.0  # shortest piece of the drift
     moment: tuple[float, float] = (0.02, 1.0)
-    moment_s: float = 2.0  # clock rates and other processes change within seconds
+    moment_s: float = 2.0  # clock rates and the load of other processes change within seconds
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How many times as fast: the median and a 95 % interval of the posterior, and the chance that it is faster at all."""
+    """A speed ratio: the posterior median, a 95 % interval, and the chance of being faster at all."""
 
     median: float
     low: float
@@ -75,7 +83,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The joint posterior of the effects. ``luck``, ``noise``, ``work``, ``misfit``: sds in log time. ``parts``: Gaussians over ``space.features``."""
+    """The joint posterior of the effects.
+
+    ``luck``, ``noise``, ``work``, ``misfit``: sds in log time. ``parts``: Gaussians over ``space.features``.
+    """
 
     space: Space
     parts: tuple[Part, ...]
@@ -93,12 +104,12 @@ class Fitted:
 
     @cached_property
     def cov(self) -> Array:
-        """(factors + pairs, factors + pairs), within and between the parts."""
+        """(factors + pairs, factors + pairs) covariance, within and between the parts."""
         between = [part.mean - self.mean for part in self.parts]
         return sum(part.weight * (part.cov + np.outer(gap, gap)) for part, gap in zip(self.parts, between, strict=True))
 
     def draws(self, n: int, seed: int = 0) -> Array:
-        """(n, factors + pairs) joint draws, the same for the same seed."""
+        """(n, factors + pairs) joint draws; the same seed gives the same draws."""
         rng = np.random.default_rng(seed)
         counts = np.floor(np.cumsum([part.weight for part in self.parts]) * n + 0.5).astype(int)
         found = []
@@ -109,7 +120,10 @@ class Fitted:
         return np.vstack(found)
 
     def gain(self, on: frozenset[str], against: frozenset[str] = frozenset()) -> Estimate:
-        """How many times as fast ``on`` is as ``against``. Raises ValueError for a key without a factor."""
+        """Return the speed of ``on`` relative to ``against``.
+
+        Raises ValueError for a key without a factor.
+        """
         a, b = self.space.features(self.space.rows([against, on]))
         means = np.array([(a - b) @ part.mean for part in self.parts])
         misfit = 2 * self.misfit**2 if on != against else 0.0
@@ -119,7 +133,7 @@ class Fitted:
         return Estimate(median, low, high, 1 - _below(0.0, weights, means, sds))
 
     def effect(self, key: str, beside: frozenset[str] = frozenset()) -> Estimate:
-        """How many times as fast with ``key`` as without it, beside the others; another value of its lever gives way."""
+        """Return the speed-up of ``key`` given ``beside``; it replaces another value of its lever."""
         lever = self.space.factors[self._column(key)].lever
         rest = frozenset(other for other in beside if self.space.factors[self._column(other)].lever != lever)
         return self.gain(rest | {key}, rest)
@@ -129,24 +143,30 @@ class Fitted:
         return self.space.index[key]
 
     def best(self, min_gain_per_lever: float = 0.003) -> frozenset[str]:
-        """The allowed set with the least expected log time, where each factor must bring at least ``min_gain_per_lever`` of it."""
+        """Return the allowed set with the least expected log time.
+
+        Each factor must save at least ``min_gain_per_lever`` of it.
+        """
         return self.space.keys(self.space.best_rows(self.mean[None, :], min_gain_per_lever)[0])
 
     @cached_property
     def best_draws(self) -> tuple[Array, Array]:
-        """Draws (n, factors + pairs), and the best set of each, (n, factors) booleans."""
+        """Draws (n, factors + pairs), and the best set of each draw, (n, factors) booleans."""
         draws = self.draws(REGRET_DRAWS)
         return draws, self.space.best_rows(draws)
 
     def regret(self, on: frozenset[str]) -> float:
-        """The log time that is expected to be lost by choosing ``on`` now rather than what is really best."""
+        """Return the expected loss in log time from choosing ``on`` now instead of the true best set."""
         draws, best = self.best_draws
         chosen = self.space.features(self.space.rows([on]))[0]
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
 
 
 def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fitted:
-    """The posterior after these blocks, in any order; the prior where there are none. Raises ValueError for a time that is not positive and finite."""
+    """Return the posterior after these blocks, in any order; without blocks, the prior.
+
+    Raises ValueError for a time that is not positive and finite.
+    """
     ordered = sorted(blocks, key=lambda b: (b.host, b.process, b.at_s, b.window, b.ms, sorted(b.on)))
     if any(not (block.ms > 0 and math.isfinite(block.ms)) for block in ordered):
         raise ValueError("the time of a block must be a positive number of milliseconds")
@@ -175,7 +195,7 @@ def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fit
 
 
 def _whole(part: Part, active: Array, prior_mean: Array, prior_sd: Array) -> Part:
-    """The posterior of all columns: what was never on keeps its prior."""
+    """Return the posterior of all columns; columns that were never on keep their prior."""
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
     mean[active] = part.mean
     cov[np.ix_(active, active)] = part.cov
@@ -189,7 +209,10 @@ def _indicators(labels: Sequence[Any]) -> Array:
 
 
 def _pieces(blocks: Sequence[Block], hosts: Array, piece_s: float) -> Array:
-    """(n, pieces): how much of each piece of wall time has passed on a block's host. Coefficients are the steps of a random walk, linear within a piece."""
+    """(n, pieces): how much of each piece of wall time has passed on a block's host.
+
+    Coefficients are the steps of a random walk, linear within a piece.
+    """
     at_s = np.array([block.at_s for block in blocks])
     found = []
     for host in hosts.T:
@@ -201,12 +224,12 @@ def _pieces(blocks: Sequence[Block], hosts: Array, piece_s: float) -> Array:
 
 
 def _below(value: float, weights: Array, means: Array, sds: Array) -> float:
-    """The chance that a mixture of normal distributions is below ``value``."""
+    """Return the chance that a mixture of normal distributions is below ``value``."""
     return float(sum(w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2))) for w, m, s in zip(weights, means, sds, strict=True)))
 
 
 def _quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
-    """By bisection."""
+    """Return a quantile of a mixture of normal distributions, by bisection."""
     low, high = float((means - 12 * sds).min()), float((means + 12 * sds).max())
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""The contests of a search on other machines, at once: each node holds one at a time, and what is compared never leaves its node.
+"""Runs the comparisons of a search on remote machines: one at a time per node, each on one node.
 
-Only nodes that are like the machine of the search take part. A contest whose node is lost is given to another one, once; then it ends in a sentence, and
-the search goes on with what it has.
+Only nodes like the machine of the search take part. If a node is lost, its comparison moves to another node
+once. After that it ends with a reason, and the search continues with its other results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flatout.plan.facts import Facts
 from flatout.tune.session import differences, key_of
 
 MODULE = "flatout.cli.contest"
-LOOK_S = 120.0  # for a node to say what machine it is, Ray's worker included
-PATIENCE_S = 120.0  # beyond what a contest was to take
+LOOK_S = 120.0  # for a node to describe its machine, including the start of Ray's worker
+PATIENCE_S = 120.0  # beyond the planned duration of a comparison
 TRIES = 2
 POLL_S = 0.5
 TORN = "the node that measured it was lost"
@@ -30,7 +30,7 @@ TORN = "the node that measured it was lost"
 
 @dataclass(frozen=True)
 class Held:
-    """A contest that was held on ``host``, or could not be (``answer`` is None then, and ``why`` a sentence)."""
+    """A comparison on ``host``; if it could not run, ``answer`` is None and ``why`` is the reason."""
 
     number: int
     answer: dict[str, Any] | None
@@ -39,10 +39,10 @@ class Held:
 
 
 class Elsewhere:
-    """``left_out`` has a sentence for each node that takes no part."""
+    """The remote nodes of a search; ``left_out`` has a sentence for each node that is not used."""
 
     def __init__(self, nodes: RayNodes, command: Command, facts: Facts) -> None:
-        """Raises UsageError where no node is like this machine."""
+        """Check every node. Raises UsageError if no node is like this machine."""
         self._nodes = nodes
         self._environment = {THREADS: os.environ[THREADS]} if THREADS in os.environ else {}
         self.ready = list(nodes.names)
@@ -53,15 +53,18 @@ class Elsewhere:
             if strange:
                 self._leave_out(held.host, "; ".join(strange))
         if not self.ready:
-            raise UsageError(f"no node of the cluster is like this machine, where the plain program is observed: {'; '.join(self.left_out) or 'it has none'}. "
-                             "Start the search on one of the nodes, or leave --ray away.")
+            raise UsageError(f"no node of the cluster matches this machine, which runs the plain program: {'; '.join(self.left_out) or 'there are no nodes'}. "
+                             "Start the search on one of the nodes, or remove --ray.")
 
     @property
     def hosts(self) -> list[str]:
         return [self._nodes.names[node] for node in self.ready]
 
     def held(self, orders: Sequence[dict[str, Any]], longest_s: float, each_node: bool = False) -> Iterator[Held]:
-        """Hold them, one on each node at a time; as each ends, how. ``each_node``: the n-th on the n-th node, and nowhere else."""
+        """Run the orders, one on each node at a time, and yield each result.
+
+        ``each_node``: only the n-th node runs the n-th.
+        """
         waiting = deque((number, TRIES) for number in range(len(orders)))
         running: dict[Any, tuple[int, int, str, float]] = {}
         free = list(self.ready)
@@ -81,7 +84,7 @@ class Elsewhere:
                 try:
                     if begun in late:
                         self._nodes.give_up(begun)
-                        raise NodeLost(f"it was not heard of within {longest_s:.0f} s")
+                        raise NodeLost(f"no answer within {longest_s:.0f} s")
                     yield Held(number, json.loads(self._nodes.answer(begun)), host)
                 except FlatoutError as error:
                     yield Held(number, None, host, str(error).rstrip("."))
@@ -106,5 +109,8 @@ class Elsewhere:
 
 
 def on_ray(address: str, command: Command, facts: Facts) -> Elsewhere:
-    """Raises UsageError where there is no Ray, no cluster at this address, or no node like this machine."""
+    """Connect to the cluster.
+
+    Raises UsageError without Ray, without a cluster there, or without a matching node.
+    """
     return Elsewhere(RayNodes(address), command, facts)

@@ -1,12 +1,14 @@
-"""Exploring: all levers are measured together, by a design of experiments, in many short processes.
+"""Exploring: measures all levers together in many short processes, following an experimental design.
 
-    observed    the plain program, in whose blocks live levers are switched together by a balanced design
-    waves       two programs at a time, started together: each has its own half of the levers that hold for the life of a process, and switches the live
-                ones; they take turns with the observed program. The first wave has the plan that the prior calls likeliest, whole
-    compile     compiled in a process of its own that works while others start; then measured with and without (`flatout.tune.compiling`)
+    observed    the plain program; a balanced design switches its live levers together, block by block
+    waves       two programs start together and alternate with the observed one. Each has half of the process
+                levers on for life and switches the live ones. The first wave tests the prior's best plan
+    compile     a process compiles while others start; then it is measured with and without the compiler
+                (`flatout.tune.compiling`)
 
-Everything goes into one regression (`flatout.tune.effects`), which also chooses the next wave (`flatout.tune.design`). Exploring ends when the
-regret that is expected is small, or when the rest of the time is needed for confirming.
+All blocks feed one regression (`flatout.tune.effects`), which also chooses the next wave
+(`flatout.tune.design`). Exploring ends when the expected regret is small, or when confirming needs the rest
+of the time.
 """
 
 from __future__ import annotations
@@ -27,20 +29,23 @@ from flatout.tune.orders import together_order
 from flatout.tune.together import FEWEST_TURNS, Asked, Member, Seen, measure_together, take_turns
 from flatout.tune.tuning import Tuning, only
 
-WAVE = 2  # programs that are started together
-FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 2  # of the observed program, before any other is started
-FIRST_SHARE = 0.1  # of the budget, for them
+WAVE = 2  # programs that start together
+FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 2  # of the observed program, before any other starts
+FIRST_SHARE = 0.1  # of the budget, for these rows
 BESIDE_ROWS = 2  # of the observed program in each wave
-ROWS = 10  # of each program of a wave, and FEWEST_TURNS at least
-ROWS_SHARE = 0.75  # of what a start costs may be spent on measuring
-SLOW_TICK_MS = 1000.0  # from here on each row counts
+ROWS = 10  # of each program of a wave; at least FEWEST_TURNS
+ROWS_SHARE = 0.75  # of the cost of a start may be spent on measuring
+SLOW_TICK_MS = 1000.0  # above this, each row counts
 OBSERVED = 0  # the number of the observed process
 Keys = frozenset[str]
 NOTHING: Keys = frozenset()
 
 
 def explore(tuning: Tuning) -> list[Candidate]:
-    """The candidates of the plan that is expected to be fastest; none where the plain program is. What was measured is in ``tuning.blocks``."""
+    """Return the candidates of the plan with the best expected speed; empty if that is the plain program.
+
+    The measurements are in ``tuning.blocks``.
+    """
     make_space(tuning)
     recall(tuning)
     if tuning.choices:
@@ -57,7 +62,7 @@ class _Exploring:
 
     @property
     def quick(self) -> Space:
-        """What is measured in waves: all that does not need to warm up for long."""
+        """The space that waves measure: all factors without a long warm-up."""
         return only(self.tuning.space, [factor.key for factor in self.tuning.space.factors if not factor.warms_up])
 
     def run(self) -> None:
@@ -74,20 +79,20 @@ class _Exploring:
     # -- the observed program -----------------------------------------------------------------------------------------
 
     def _observed(self) -> None:
-        """Live levers, switched together in the plain program."""
+        """Switch live levers together in the plain program."""
         tuning, plain = self.tuning, self.tuning.observed
         if plain is None or not self.quick.switched.any():
             return
-        tuning.watcher.stage("exploring", "live levers, switched together in the running program")
+        tuning.watcher.stage("exploring", "live levers, switched in the running program")
         n = max(FEWEST_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
         rows = [NOTHING, *live_rows(self.quick, None, NOTHING, n - 1, self.random)]
         member = Member(plain, tuning.live_rows(rows), Seen(), fresh=False)
-        least_s = 1.5 * n * self._row_s  # also where the budget is hardly enough for confirming
+        least_s = 1.5 * n * self._row_s  # even if the budget barely covers confirming
         take_turns(self.arena, [member], max(tuning.explore_until_s, seconds() + least_s))
         self._keep_observed(member, rows)
 
     def _keep_observed(self, member: Member, rows: Sequence[Keys]) -> None:
-        """Note its blocks; where it did not come through them, it is gone."""
+        """Record its blocks; if it did not survive them, it is no longer available."""
         tuning, gone = self.tuning, member.seen.gone
         tuning.furthest_plain = max(tuning.furthest_plain, member.seen.ticks)
         if gone is not None:
@@ -100,7 +105,7 @@ class _Exploring:
 
     @property
     def _programs(self) -> int:
-        """How many are started at once: two where memory and time allow it."""
+        """How many programs start at once: two if memory and time allow it."""
         elsewhere = self.tuning.elsewhere
         if elsewhere is not None and elsewhere.ready:
             return WAVE * len(elsewhere.ready)
@@ -112,7 +117,10 @@ class _Exploring:
         return self.tuning.explore_until_s if self.waves else self.tuning.first_wave_until_s
 
     def _rows_each(self, programs: int) -> int:
-        """How many blocks each program of a wave may have. It has fewer where measuring would cost more than ROWS_SHARE of what starting did."""
+        """How many blocks each program of a wave may have.
+
+        Fewer if measuring would cost more than ROWS_SHARE of the start.
+        """
         tuning, here = self.tuning, min(programs, WAVE)
         left_s = self._until_s - self.compiling.reserved_s - seconds() - tuning.starts_s(here)
         beside = self._beside_rows if tuning.observed is not None else 0
@@ -123,7 +131,7 @@ class _Exploring:
 
     @property
     def _row_s(self) -> float:
-        """What one row takes, with what comes after a switch."""
+        """Seconds of one row, including the ticks that settle after a switch."""
         return max(self.arena.window_ticks * self.arena.tick_ms / 1000, 0.01)
 
     @property
@@ -156,7 +164,10 @@ class _Exploring:
         self._tell()
 
     def _settings(self, space: Space, fitted: Fitted) -> list[Keys]:
-        """What each program of a wave has on. The first wave leaves the plain program out where the observed one is that."""
+        """Return the active factors of each program of a wave.
+
+        The first wave omits the plain program if it is already observed.
+        """
         tuning = self.tuning
         plain_too = self.waves == 0 and tuning.observed is not None
         found = next_processes(space, fitted, tuning.blocks_of(space), self._programs + plain_too, self.random, always_plain=False)
@@ -165,17 +176,20 @@ class _Exploring:
 
     @property
     def _fetching(self) -> Keys:
-        """What fetches the whole data set first. In the first wave one program does that; those of later waves find what it has kept."""
+        """The factors that fetch the whole data set first.
+
+        Only one program of the first wave does that; later waves reuse the samples it kept.
+        """
         return frozenset(key for key, choice in self.tuning.choices.items() if fetches_all(choice.value))
 
     def _make_room(self, programs: int) -> None:
-        """Where no more fit into memory, the observed program ends first."""
+        """End the observed program if no more programs fit into memory."""
         plain = self.tuning.observed
         if plain is not None and self.tuning.copies < programs + 1:
             self.tuning.keep_observed()
 
     def _measured(self, asked: Sequence[Asked]) -> list[tuple[Seen, str]]:
-        """What came of each program, with the machine that measured it."""
+        """Return the outcome of each program, with the machine that measured it."""
         tuning, elsewhere = self.tuning, self.tuning.elsewhere
         if elsewhere is not None and elsewhere.ready:
             return self._measured_elsewhere(asked)
@@ -196,7 +210,7 @@ class _Exploring:
         return [(seen, "") for seen in found]
 
     def _measured_elsewhere(self, asked: Sequence[Asked]) -> list[tuple[Seen, str]]:
-        """A part of the wave on each other machine, at once. What is lost counts as not measured."""
+        """Measure parts of the wave on remote machines at once. A lost part counts as not measured."""
         tuning, elsewhere = self.tuning, self.tuning.elsewhere
         assert elsewhere is not None
         parts = [asked[at:at + WAVE] for at in range(0, len(asked), WAVE)]
@@ -210,16 +224,16 @@ class _Exploring:
         return [(seen, host) for at, part in enumerate(parts) for seen, host in
                 ([(seen, found[at][1]) for seen in found[at][0]] if at in found else [(Seen(), "")] * len(part))]
 
-    # -- what was measured ------------------------------------------------------------------------------------------------
+    # -- measurements -----------------------------------------------------------------------------------------------------
 
     def _keep(self, process: int, on: Keys, rows: Sequence[Keys], seen: Seen, host: str = "") -> None:
-        """Note the blocks of one process, and what follows where it did not come through."""
+        """Record the blocks of one process, and the consequences if it did not survive."""
         tuning = self.tuning
         tuning.keep_blocks(process, [on | row for row in rows], seen, 0, host)
         program_ended(tuning, on | rows[min(len(seen.blocks), len(rows) - 1)], seen)
 
     def _tell(self) -> None:
-        """What is expected so far, and what each lever seems to bring."""
+        """Report the expected speed so far and the effect of each lever."""
         tuning = self.tuning
         if not tuning.blocks:
             return

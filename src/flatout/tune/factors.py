@@ -1,4 +1,4 @@
-"""What a search explores: a factor for each value of each lever that applies, with its prior."""
+"""Defines what a search explores: a factor for each value of each applicable lever, with its prior."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flatout.tune.prior import priors
 from flatout.tune.tuning import Tuning
 
 VALUES_A_LEVER = 3
-ALL_OF_IT = 0.7  # of the wait for data, in log time: what a good lever on the data path brings
-LEAST_SD = 0.05  # of a data lever: it can also take cores from the step
-HINTED = -0.05  # log time: what a profile has asked for is tried earlier
-CLOSURE = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
+ALL_OF_IT = 0.7  # of the wait for data, in log time: what a good lever on the data path saves
+LEAST_SD = 0.05  # of a data lever, which can also take cores away from the step
+HINTED = -0.05  # log time: levers that a profile suggests are tried earlier
+CLOSURE = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
 EARLIER = "an earlier part of this search"
 KNOWN_PAIRS = frozenset(frozenset(pair) for pair in (
     ("channels_last", "autocast"), ("autocast", "compile"), ("channels_last", "compile"), ("fused_ops", "compile"), ("threads", "loader"),
@@ -26,9 +26,10 @@ KNOWN_PAIRS = frozenset(frozenset(pair) for pair in (
 
 
 def make_space(tuning: Tuning) -> None:
-    """A factor for each value of each lever that applies, with its prior.
+    """Create a factor for each value of each applicable lever, with its prior.
 
-    Where the program makes its batches itself, a lever on the data path can bring no more than the wait for data, which is known.
+    If the program makes its batches in its own process, a data lever can save at most the wait for data,
+    which is known.
     """
     ready, scene = tuning.observed.ready if tuning.observed else {}, tuning.session.scene
     prior = priors(tuning.facts, scene, _phases(ready) if ready else {})
@@ -58,14 +59,14 @@ def make_space(tuning: Tuning) -> None:
 
 
 def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What the warm-up tells of a step: the wait for data, and the rest."""
+    """Return the phases of a step known from the warm-up: the wait for data, and the rest."""
     step_ms = max(ready["tick_ms"], 1e-6)
     data_ms = min(ready["data_ms"], step_ms)
     return {"data": {"median_ms": data_ms, "share": data_ms / step_ms}, "other": {"median_ms": step_ms - data_ms, "share": 1 - data_ms / step_ms}}
 
 
 def recall(tuning: Tuning) -> None:
-    """Go on from what an interrupted session has measured: as if it came from another machine, for this one may have changed since."""
+    """Reuse the blocks of an interrupted session as if from another machine; this one may have changed."""
     for old in tuning.session.blocks:
         on = frozenset(old["on"])
         if on <= tuning.choices.keys() and tuning.space.allowed(on):

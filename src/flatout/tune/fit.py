@@ -1,7 +1,8 @@
-"""The frontier of time and memory: levers that save memory, switched on in one running program, and the fastest plan that fits.
+"""Finds the fastest plan that fits into memory, by switching memory-saving levers in a running program.
 
-Each point is a plan with its time beside the first point, from blocks in turns, and the peak of its tensors within a steady step. Nothing is assumed to
-save anything: what a compiler's budget does to the peak is not even monotonic.
+Each point is a plan with its time relative to the first point, from interleaved blocks, and the peak memory
+of its tensors in a steady step. No saving is assumed: the effect of a compiler's memory budget is not even
+monotonic.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from flatout.tune.tuning import COMPILE_S, Tuning, why_gone
 
 PEAK_TICKS = 4
 LONGEST_LIVE_S = 12.0  # of one comparison
-SETTLING_TICKS = 2  # the first watches, or is tried out; the second is as all others will be
-SAME_PEAK = 0.99  # what saves less than a hundredth saves nothing
+SETTLING_TICKS = 2  # the first observes or tests the lever; the second is like all later ticks
+SAME_PEAK = 0.99  # a saving of less than one hundredth does not count
 
 Parts = tuple[tuple[Candidate, Choice], ...]
 
 
 @dataclass
 class Measured:
-    """A point with what it is made of: the winners of the race, or none of them, and levers that save memory."""
+    """A point and its parts: the fastest levers of the search or none of them, and memory-saving levers."""
 
     point: Point
     parts: Parts
@@ -36,12 +37,15 @@ class Measured:
 
     @property
     def time(self) -> float:
-        """Of a step, beside the first point's."""
+        """Step time relative to the first point."""
         return 1.0 / self.point.ratio.median if self.point.ratio is not None else 1.0
 
 
 def fit(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
-    """The candidates of the fastest plan that fits; ``tuned`` as they are where no limit was set. What does not fit is said in the session."""
+    """Return the candidates of the fastest plan that fits; without a limit, ``tuned`` unchanged.
+
+    The session records what does not fit.
+    """
     limit = tuning.goal.memory_limit_bytes
     if limit is None:
         return tuned
@@ -59,7 +63,7 @@ def fit(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
 
 
 def _program(tuning: Tuning, early: Sequence[Candidate]) -> Trial:
-    """A program with what cannot be switched in it: the observed one where there is nothing such."""
+    """Return a program with the levers that cannot be switched; without such levers, the observed program."""
     if not early and tuning.observed is not None and tuning.observed in tuning.arena.running:
         return tuning.observed
     return tuning.enter(plan_of(early)).trial
@@ -71,7 +75,10 @@ class _Frontier:
         self.found: list[Measured] = []
 
     def measured(self) -> list[Measured]:
-        """The point without any live lever, the winners, every value of every lever that saves memory; where none fits, the smallest together."""
+        """Measure no live levers, the fastest levers, and every value of every memory-saving lever.
+
+        If none fits, also measure the smallest values together.
+        """
         try:
             self._measure((), winners=False)
             if self.live:
@@ -83,7 +90,7 @@ class _Frontier:
                 together = self._smallest_of_each()
                 if len(together) > 1:
                     self._measure(together, winners=True)
-        except ProgramGone as gone:  # it has come to its end, or did not survive a lever: what was measured stays
+        except ProgramGone as gone:  # it finished, or failed with a lever: the measurements so far stay
             self.tuning.arena.dismiss(self.program)
             self.found[-1].point.note = self.found[-1].point.note or why_gone(gone)
         return self.found
@@ -96,13 +103,13 @@ class _Frontier:
             clash = next((name for name in candidate.lever.excludes if name in winners), None)
             missing = next((name for name in candidate.lever.needs if name not in winners), None)
             if clash or missing:
-                candidate.reason = f"it cannot be combined with {clash}" if clash else f"it acts through {missing}, which was not faster here"
+                candidate.reason = f"cannot be combined with {clash}" if clash else f"needs {missing}, which was not faster here"
                 continue
             for value in candidate.values:
                 yield ((candidate, Choice(candidate.lever.name, value, Origin.TUNER)),)
 
     def _smallest_of_each(self) -> Parts:
-        """The value of each lever that needs least, where it saves anything."""
+        """Return the value of each lever with the lowest peak, if it saves memory."""
         whole = next((one.point.peak_bytes for one in self.found if one.winners == bool(self.live) and not one.parts), None)
         best: dict[str, tuple[int, Parts]] = {}
         for one in self.found:
@@ -150,11 +157,11 @@ class _Frontier:
         for candidate, choice in parts if len(parts) == 1 else ():
             if point.ratio is not None:
                 candidate.value, candidate.ratio, candidate.how = choice.value, point.ratio, LIVE
-                candidate.status, candidate.reason = Status.REJECTED, "another plan that fits is faster" if point.fits else "it does not fit into the limit"
+                candidate.status, candidate.reason = Status.REJECTED, "another plan that fits is faster" if point.fits else "does not fit into the memory limit"
 
 
 def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[Measured]) -> list[Candidate]:
-    """What of the frontier is confirmed. Ties go to the smaller plan."""
+    """Return the candidates of the frontier to confirm. Ties go to the smaller plan."""
     if not found or found[0].point.peak_bytes is None:
         return tuned
     fitting = sorted((one for one in found if one.point.fits), key=lambda one: (one.time, len(one.parts)))
@@ -170,8 +177,8 @@ def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[Measured]) -
     chosen = [c for c in tuned if not c.lever.live or best.winners]
     for candidate in tuned:
         if candidate not in chosen:
-            candidate.reject("with it the plan does not fit into the memory limit")
+            candidate.reject("the plan with it does not fit into the memory limit")
     for candidate, choice in best.parts:
         candidate.value, candidate.ratio, candidate.how = choice.value, best.point.ratio, LIVE
-        candidate.status, candidate.reason = Status.SKIPPED, "the fastest that fits; the search ended before it was confirmed"
+        candidate.status, candidate.reason = Status.SKIPPED, "fastest plan that fits; the search ended before it was confirmed"
     return [*chosen, *(candidate for candidate, _ in best.parts)]

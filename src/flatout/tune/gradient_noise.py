@@ -1,4 +1,4 @@
-"""The gradient noise scale of a program that runs, at the step where it stands or at a later one."""
+"""Measures the gradient noise scale of a running program, at its current step or a later one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from flatout.trial.parent import Trial
 from flatout.tune.batch_visit import PATIENCE_S
 
 SHARE = 0.15  # of the budget
-HEARD = 2.0  # times the length of a quiet step
-LARGEST_SHARE = 0.4  # of it, where steps are slow
+HEARD = 2.0  # times the length of an undisturbed step
+LARGEST_SHARE = 0.4  # of the budget, if steps are slow
 FEWEST_STEPS, MOST_STEPS = 12, 256
 
 
 def hear_noise(trial: Trial, tick_ms: float, at_step: int, budget_s: float, stage: Callable[[str, str], None]) -> NoiseSeen:
-    """Trains on to ``at_step`` where that is still to come. Raises ProgramGone."""
+    """Measure the gradient noise scale; first train on to ``at_step`` if it is ahead. Raises ProgramGone."""
     tick_s = max(tick_ms, 1e-3) / 1000
     ahead = at_step - trial.ticks_done
     if ahead * tick_s > budget_s:
-        return NoiseSeen(why_not=f"step {at_step:,} is {ahead * tick_s:.0f} s away, more than the budget (--budget)")
+        return NoiseSeen(why_not=f"step {at_step:,} is {ahead * tick_s:.0f} s away, beyond the budget; increase --budget")
     if ahead > 0:
-        stage("training on", f"to step {at_step:,}, where the gradients are to be looked at")
+        stage("training on", f"to step {at_step:,}, where the gradients are measured")
         trial.go(ahead, seconds() + PATIENCE_S + 30 * ahead * tick_s)
     if HEARD * FEWEST_STEPS * tick_s > LARGEST_SHARE * budget_s:
-        return NoiseSeen(why_not=f"{FEWEST_STEPS} steps are the fewest, and one lasts {tick_s:.2g} s: give it a larger --budget")
+        return NoiseSeen(why_not=f"at least {FEWEST_STEPS} steps are needed, and one lasts {tick_s:.2g} s; increase --budget")
     steps = max(FEWEST_STEPS, min(MOST_STEPS, int(SHARE * budget_s / (HEARD * tick_s))))
-    stage("listening", f"to the gradients of {steps} steps, while the weights hold still")
+    stage("measuring", f"the gradients of {steps} steps, with frozen weights")
     heard = trial.listen("noise", seconds() + PATIENCE_S + 60 * steps * tick_s, ticks=steps)
     if heard.get("why_not"):
         return NoiseSeen(step=trial.ticks_done, why_not=heard["why_not"])

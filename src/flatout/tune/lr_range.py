@@ -1,6 +1,8 @@
-"""Runs learning-rate range tests: in one program each, some plain steps, then as many as there are points, each with a larger learning rate.
+"""Runs learning-rate range tests.
 
-Where several optimizers are asked for, each then trains at the learning rate that its test suggests, for the same time of computing.
+Each program trains some plain steps, then one step per point, each with a larger learning rate.
+
+With several optimizers, each one then trains at its suggested learning rate, all for the same computing time.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from flatout.tune.tuning import why_not
 START_S = 600.0  # until the steps are steady
 FEWEST = 20  # points; fewer make no curve
 TRAINING_STEPS = 400  # of the fastest optimizer, at most
-ALIKE = 2  # times the longest warm-up seen: by then every program is steady, and all begin with the same weights
+ALIKE = 2  # times the longest warm-up: then every program is steady and starts from the same weights
 
 Stage = Callable[[str, str], None]
 
 
 class Ranging:
-    """What the tests of one command share. ``run`` fills the record; it raises NothingMeasured and ProgramFailed where the script's own optimizer, or the
-    only one asked for, cannot be tested; what stands in its place and fails says why in its test."""
+    """The range tests of one command; ``run`` fills the record.
+
+    Raises NothingMeasured and ProgramFailed if the script's own optimizer, or the only requested one, cannot
+    be tested. Any other optimizer that fails says why in its test.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: LrRecord, budget_s: float, seed: int, stage: Stage) -> None:
         self.command, self.job, self.facts, self.record, self.seed, self.stage = command, job, facts, record, seed, stage
@@ -56,7 +61,7 @@ class Ranging:
             affordable = int(1000 * budget_s / max(ready["tick_ms"], 1e-3))
             points = max(FEWEST, min(steps, affordable))
             if points < steps:
-                self._note(f"{points} steps in place of {steps}: one takes {ready['tick_ms'] / 1000:.2g} s, and the budget is {budget_s:.0f} s")
+                self._note(f"{points} steps instead of {steps}: one takes {ready['tick_ms'] / 1000:.2g} s, and the budget is {budget_s:.0f} s")
             self.stage("raising", f"{wish.text}: the learning rate from {low:g} to {high:g} in {points} steps")
             return self._listen(trial, wish, points, budget_s, low=low, factor=(high / low) ** (1 / (points - 1)))
 
@@ -66,11 +71,11 @@ class Ranging:
         test.steepest, test.lowest, test.diverged = read(test.points)
         test.suggestion, test.why = suggest(test.steepest, test.lowest, test.diverged)
         if len(set(test.groups)) > 1:
-            self._note(f"the optimizer has {len(test.groups)} groups of parameters with learning rates of their own; the others kept their proportion to "
+            self._note(f"the optimizer has {len(test.groups)} parameter groups with different learning rates; the others kept their proportion to "
                        "the first")
 
     def _side_by_side(self, wishes: Sequence[OptimizerWish]) -> None:
-        """The script as it is, then each optimizer at its suggestion."""
+        """Train with the unchanged script, then with each optimizer at its suggestion."""
         timed = [test.step_ms for test in self.record.tests if test.step_ms]
         entrants = [(OptimizerWish.read(OWN), LrTraining("as it is", as_is=True))]
         entrants += [(wish, LrTraining(wish.text, test.suggestion)) for wish, test in zip(wishes, self.record.tests, strict=True) if test.suggestion]
@@ -86,7 +91,7 @@ class Ranging:
             self.record.trainings.append(training)
 
     def _train(self, training: LrTraining, wish: OptimizerWish, steps: int, compute_s: float, start: int) -> None:
-        """From the weights that the program has after ``start`` steps, or after the few more that it needs to be steady."""
+        """Train from the weights after ``start`` steps, or a few more until the steps are steady."""
         def listen(trial: Trial, ready: dict[str, Any]) -> dict[str, Any]:
             if ready["ticks"] < start:
                 trial.go(start - ready["ticks"], seconds() + START_S)
@@ -107,16 +112,16 @@ class Ranging:
                 self.stage("starting", f"{name}: the program as it is, until its steps are steady")
                 ready = trial.wait_ready(seconds() + START_S)
                 if ready["unit"] != "step":
-                    raise NothingMeasured("there is no learning rate to raise from step to step: a step of this program is a closure that lasts seconds "
+                    raise NothingMeasured("the learning rate cannot be raised from step to step: a step of this program is a closure that lasts seconds "
                                           "(LBFGS).")
                 self.record.device = ready["device"]
                 heard = listen(trial, ready)
             except ProgramGone as gone:
-                raise why_not(gone.record, "the learning rate could not be raised", "take fewer --steps") from None
+                raise why_not(gone.record, "the learning rate could not be raised", "reduce --steps") from None
         if heard.get("why_not"):
             raise NothingMeasured(f"the learning rate cannot be raised: {heard['why_not']}.")
         if heard.get("failed") and len(heard["ms"]) < SPAN:
-            raise ProgramFailed(f"the program fails by itself, at the learning rate {heard['lr'][-1]:.2g}: {heard['failed']}", 1)
+            raise ProgramFailed(f"the program fails at the learning rate {heard['lr'][-1]:.2g}: {heard['failed']}", 1)
         if heard.get("failed"):
             self._note(f"{name}: the program failed at the learning rate {heard['lr'][-1]:.2g}, after {len(heard['ms'])} steps of the test: {heard['failed']}")
         return {**heard, "warmup": int(ready["ticks"])}

@@ -1,4 +1,4 @@
-"""Foretells the memory of a program's steps at several batch sizes, then measures some of them in real steps."""
+"""Predicts the memory of a step at several batch sizes, then measures some of them in real steps."""
 
 from __future__ import annotations
 
@@ -20,28 +20,35 @@ from flatout.trial.foreseeing import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
 
 START_S = 600.0  # until the first batch
-STEPS_S = 600.0  # for the steps of one batch size, without computing
+STEPS_S = 600.0  # for the steps of one batch size, with shapes alone
 END_S = 60.0
 MEASURED_TICKS = 4
-ROOM = 0.9  # of a limit; a measurement beyond it might end the program, or its neighbours
-SERVED = {"activations": "Recomputing activations (torch.utils.checkpoint) takes less of them for about a third more time",
-          "temporary": "Smaller micro-batches with accumulation take less at once"}
+ROOM = 0.9  # of a limit; a measurement beyond it might kill the program or other processes
+SERVED = {"activations": "Recomputing activations (torch.utils.checkpoint) reduces them for about a third more time",
+          "temporary": "Smaller micro-batches with accumulation need less at once"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """``sizes`` beside the script's own. ``cuda``: as its allocator would hand sizes out, where the program itself runs elsewhere."""
+    """The options of a forecast.
+
+    ``sizes`` are batch sizes besides the script's own. ``cuda``: predict the sizes of the CUDA allocator
+    although the program runs on another device.
+    """
 
     sizes: Sequence[int] = ()
     cuda: bool = False
     limit_bytes: int | None = None
     measure: bool = True
-    budget_s: float = 300.0  # for what is measured
+    budget_s: float = 300.0  # for measuring
     seed: int = 0
 
 
 class Forecast:
-    """Fills a record. One program answers for every batch size, until one ends it; then another one is asked for the rest."""
+    """Fills a record.
+
+    One program answers for every batch size; if a size ends it, another one answers for the rest.
+    """
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: MemoryForecast, question: Question,
                  stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
@@ -50,21 +57,21 @@ class Forecast:
         self.ready: dict[str, Any] = {}
         self.points: dict[int | None, MemoryPoint] = {}
         self.guessed: set[str] = set()
-        self.closures = False  # a step is a closure that an optimizer calls again and again
+        self.closures = False  # a step is a closure that an optimizer calls repeatedly
 
     def run(self) -> MemoryForecast:
-        """Raises NothingMeasured, ProgramFailed."""
+        """Predict, then measure. Raises NothingMeasured or ProgramFailed."""
         record, question = self.record, self.question
         try:
             own = self.foretold(None)
             record.device, record.own, record.simulated = self.ready["device"], self.ready["samples"], self.ready["simulated"]
             if own.why_not:
-                raise NothingMeasured(f"the memory of this program cannot be foretold: {own.why_not}.")
+                raise NothingMeasured(f"the memory of this program cannot be predicted: {own.why_not}.")
             for size in dict.fromkeys(question.sizes):
                 self.foretold(size)
             self._limit()
             if self.trial is not None:
-                self.trial.finish(seconds() + END_S)  # the program ends by itself, with everything put back
+                self.trial.finish(seconds() + END_S)  # the program ends by itself, with everything restored
         finally:
             self._leave()
         record.points = sorted(self.points.values(), key=lambda point: point.batch_size or 0)
@@ -74,10 +81,10 @@ class Forecast:
         record.status = "done"
         return record
 
-    # -- foretelling ----------------------------------------------------------------------------------------------------
+    # -- prediction -----------------------------------------------------------------------------------------------------
 
     def foretold(self, size: int | None) -> MemoryPoint:
-        """A point, known or new; ``why_not`` where the program cannot do a step of that size."""
+        """Return a point, known or new; ``why_not`` says why the program cannot do a step of that size."""
         size = self.ready.get("samples") if size is None and self.ready else size
         if size in self.points and self.ready:
             return self.points[size]
@@ -90,13 +97,13 @@ class Forecast:
         return point
 
     def _asked(self, size: int | None) -> dict[str, Any]:
-        self.stage("foretelling", f"a step with {size} samples a batch, for shapes alone" if size else "a step as it is, for shapes alone")
+        self.stage("predicting", f"a step with {size} samples a batch, for shapes alone" if size else "a step as it is, for shapes alone")
         try:
             trial = self.trial or self._enter()
             if self.ready["why_not"]:
                 return {"why_not": self.ready["why_not"]}
             if size is not None and self.ready["samples"] is None:
-                return {"why_not": "the program makes its batches itself, without a DataLoader, so they cannot be made larger or smaller from outside"}
+                return {"why_not": "the program makes its batches without a DataLoader, so flatout cannot change their size"}
             return trial.ask({"do": "foresee", "batch": size}, seconds() + STEPS_S)
         except ProgramGone as gone:
             self._leave()
@@ -144,7 +151,7 @@ class Forecast:
         try:
             self.record.largest = largest_that_fits(peak_of, limit_bytes, own)
         except LookupError as error:
-            self.record.notes.append(f"the largest batch that fits is not known: {error}")
+            self.record.notes.append(f"the largest batch that fits is unknown: {error}")
         if self.record.largest:
             self.record.largest_peak_bytes = self.points[self.record.largest].peak_bytes
         self.points = {size: point for size, point in self.points.items() if size in asked or size == self.record.largest}
@@ -152,10 +159,10 @@ class Forecast:
     # -- measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(self, own: MemoryPoint) -> None:
-        """The script's own batch size, and the one farthest from it that fits well."""
+        """Measure the script's own batch size, and the size farthest from it that fits well."""
         record = self.record
         if record.simulated:
-            record.notes.append("nothing was measured: the program does not run on such a device here")
+            record.notes.append("nothing was measured: this machine has no such device")
             return
         if (own.peak_bytes or 0) <= self._room():
             self._measured(own, Plan())
@@ -166,11 +173,11 @@ class Forecast:
             self._measured(farthest, Plan((Choice("batch_size", {"size": farthest.batch_size, "loader": self.ready["loader"]}),)))
 
     def _room(self) -> float:
-        """Bytes of a step that may be tried out here."""
+        """Bytes of a step that may be tried on this machine."""
         return ROOM * ((self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62)
 
     def _farthest(self, own: MemoryPoint) -> MemoryPoint | None:
-        """Of the sizes that were asked for, that fit into the machine with room to spare and have enough samples, the one that differs most from ``own``."""
+        """Return the requested size farthest from ``own`` that fits easily and has enough samples."""
         if own.batch_size is None or self.ready.get("loader") is None:
             return None
         longest = self.ready["length"] or 2**62
@@ -194,45 +201,45 @@ class Forecast:
         if heard.get("peak_bytes"):
             point.measured_bytes = int(heard["peak_bytes"])
         else:
-            point.measured_why_not = heard.get("why_not") or "too few steps were heard"
+            point.measured_why_not = heard.get("why_not") or "too few steps were recorded"
 
     def _notes(self) -> None:
         record = self.record
         if record.simulated or record.device == "cuda":
-            record.notes.append("tensors alone: the CUDA context, the workspaces of cuDNN and cuBLAS and what fragments come on top")
+            record.notes.append("tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top")
         if record.simulated:
-            record.notes.append("the program ran on the CPU; operators that take other kernels on a GPU may save other tensors there")
+            record.notes.append("the program ran on the CPU; operators with other kernels on a GPU may save other tensors there")
         if self.closures:
-            record.notes.append("a step of this program is a closure; one pass of it was foretold, and what its optimizer remembers of more comes on top")
+            record.notes.append("a step of this program is a closure; one pass was predicted, and the optimizer's memory of further passes comes on top")
         length = self.ready.get("length")
         if length and any((point.batch_size or 0) > length for point in record.points):
-            record.notes.append(f"the data set has {length} samples; a larger batch is foretold by repeating them")
+            record.notes.append(f"the data set has {length} samples; larger batches are predicted by repeating them")
         if self.guessed:
-            record.notes.append(f"some of what the program asks its values for was answered without knowing ({', '.join(sorted(self.guessed))}); where more "
-                                "or fewer elements may be chosen, all are")
+            record.notes.append(f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed))}); if more "
+                                "or fewer elements could be selected, all are")
 
 
 def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
-    """What would help, in a sentence; nothing where the script's own batch fits."""
+    """Return a sentence with advice; empty if the script's own batch fits."""
     if own.peak_bytes is None or own.peak_bytes <= limit_bytes:
         return ""
     lasting = sum(own.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients"))
     if lasting > limit_bytes:
-        return ("Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: lower precision, an optimizer with less state, "
+        return ("Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: use lower precision, an optimizer with less state, "
                 "or sharding.")
     if largest and own.batch_size:
         micro = -(-own.batch_size // largest)
         return (f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {own.batch_size}; "
                 f"{SERVED['activations'][0].lower()}{SERVED['activations'][1:]}.")
     kind = max(SERVED, key=lambda kind: own.kinds.get(kind, 0))
-    return f"{SERVED[kind]}; lower precision (bf16) takes about half of the activations."
+    return f"{SERVED[kind]}; lower precision (bf16) roughly halves the activations."
 
 
 def _never_trained(record: TrialRecord) -> Exception:
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
     if record.status == "ended":
-        return NothingMeasured("the memory of a step cannot be foretold: the program ended before its first training step (a forward pass with gradients of a "
+        return NothingMeasured("the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "
                                "module, or a batch of a DataLoader). Is this the command that trains?")
-    return NothingMeasured(f"the memory of a step cannot be foretold: {record.last_line}.")
+    return NothingMeasured(f"the memory of a step cannot be predicted: {record.last_line}.")

@@ -1,12 +1,14 @@
-"""A linear mixed model with Gaussian priors and heavy-tailed noise, solved for small data in milliseconds. Knows nothing of levers.
+"""Solves a linear mixed model with Gaussian priors and heavy-tailed noise, for small data, in milliseconds.
 
     y = x b + noise,  b_j ~ normal(mean_j, sd_j),  noise ~ Student's t
 
-Columns belong to groups. The sd of a group is fixed for each column, or one unknown for the whole group with a log-normal prior (variance component).
+Columns belong to groups. The sd of a group is known for each column, or one unknown for the whole group with
+a log-normal prior (variance component).
 
-Variance components are found by restricted maximum likelihood in the form of MacKay's fixed point, which each prior damps. Heavy tails are treated by
-pseudo-values (Huber): residuals are replaced by their score, so that outliers lose their influence while the model stays Gaussian.
-What one component is not certain of is carried into the answer: the posterior is a mixture over several values of its sd.
+Variance components are estimated by restricted maximum likelihood, with MacKay's fixed-point iteration damped
+by each prior. Heavy tails are handled with pseudo-values (Huber): residuals are replaced by their score, so
+outliers lose their influence while the model stays Gaussian. The uncertainty of one component enters the
+result: the posterior is a mixture over several values of its sd.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from typing import Any
 
 from flatout.tune.one_thread import np
 
-TAIL = 4.0  # degrees of freedom of the noise, unless the caller knows better
+TAIL = 4.0  # default degrees of freedom of the noise
 ROUNDS = 14
-SETTLED = 0.02  # the largest change of the log of a variance in the last round; standard errors then change by 1 %
+SETTLED = 0.02  # largest change of a log variance in the last round; standard errors then change by 1 %
 LARGEST_STEP = 1.5  # of the log of a variance in one round
-NODES = (-2.0, -1.0, 0.0, 1.0, 2.0)  # values of the component that is mixed over, in its own standard deviations
-QUARTILE = 0.74  # of t with four degrees of freedom; a start for its scale
+NODES = (-2.0, -1.0, 0.0, 1.0, 2.0)  # values of the mixed component, in its standard deviations
+QUARTILE = 0.74  # of t with four degrees of freedom; initial value of its scale
 SCALE_ROUNDS = 4
-LEAST_SLOPE = 0.3  # of the score, on average; more would blow residuals up
+LEAST_SLOPE = 0.3  # of the score, on average; smaller slopes would inflate residuals
 LEAST_FREE = 0.02  # of the measurements, degrees of freedom of the residuals
-LEAST_NOISE = 1e-3  # sd; below it sums lose their digits
+LEAST_NOISE = 1e-3  # sd; below it sums lose precision
 LEAST_SHARE = 1e-3  # of a node in the mixture
 
 Array = Any  # a numpy array; the shape is in each docstring
@@ -45,9 +47,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring columns. ``sd`` is a ``Component`` that they share, or (columns,) known values.
+    """Adjacent columns. ``sd`` is a shared ``Component``, or (columns,) known values.
 
-    ``tail``: degrees of freedom of a t prior whose scale is ``sd``; a coefficient far from its mean is then shrunk less. None for a normal prior.
+    ``tail``: degrees of freedom of a t prior with scale ``sd``, which shrinks coefficients far from their
+    mean less. None for a normal prior.
     """
 
     columns: int
@@ -67,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Solution:
-    """``parts`` of the posterior, heaviest first; ``noise`` and, a group each, ``sds`` (None where they were known)."""
+    """The posterior ``parts``, heaviest first; the ``noise``; and ``sds``, one per group (None if known)."""
 
     parts: tuple[Part, ...]
     noise: float
@@ -75,7 +78,7 @@ class Solution:
 
 
 class _System:
-    """The state of one solution: data, priors, and the variances found so far."""
+    """The state of a solution: data, priors, and current variances."""
 
     def __init__(self, x: Array, y: Array, groups: Sequence[Group], noise: Component, tail: float) -> None:
         self.x, self.y, self.groups, self.noise, self.tail = x, y, groups, noise, tail
@@ -115,17 +118,19 @@ class _System:
         return float(value) + self.noise.log_prior(self.log_noise) + sum(self.groups[at].sd.log_prior(value) for at, value in self.log_variance.items())
 
     def round(self) -> float:
-        """One step towards the fixed point of pseudo-values and variances; the largest change of the log of a variance."""
+        """Take one step of the fixed-point iteration; return the largest change of a log variance."""
         before = {**self.log_variance, -1: self.log_noise}
         mean, cov = self.posterior()
         variances, diagonal = self.variances(), np.diag(cov)
         fitted = self.x @ mean
-        free = max(len(self.y) - float((1 - diagonal / variances).sum()), LEAST_FREE * len(self.y))  # degrees of freedom of the residuals
+        # Degrees of freedom of the residuals
+        free = max(len(self.y) - float((1 - diagonal / variances).sum()), LEAST_FREE * len(self.y))
         self.pseudo = fitted + _scores(self.y - fitted, free, self.tail)
         self.log_noise += _step(self.log_noise, float(((self.pseudo - fitted) ** 2).sum()), free, self.noise)
         self.log_noise = max(self.log_noise, 2 * float(np.log(LEAST_NOISE)))
         for at, group in enumerate(self.groups):
-            if group.tail is not None:  # the expected variance of each coefficient, as a t distribution is a mixture of normal ones
+            # Expected variance of each coefficient; a t distribution is a mixture of normals
+            if group.tail is not None:
                 columns = self.slices[at]
                 squared = (mean[columns] - self.prior[columns]) ** 2 + diagonal[columns]
                 self.known[at] = (group.tail * np.broadcast_to(group.sd, group.columns) ** 2 + squared) / (group.tail + 1)
@@ -139,7 +144,10 @@ class _System:
 
 
 def _scores(residuals: Array, free: float, tail: float) -> Array:
-    """(n,) pseudo-residuals of a t distribution whose scale is that of ``residuals``; a Gaussian with their variance gives the same standard errors."""
+    """(n,) pseudo-residuals of a t distribution with the scale of ``residuals``.
+
+    A Gaussian with their variance gives the same standard errors.
+    """
     inflate = len(residuals) / free
     square = max(float(np.median(np.abs(residuals))) / QUARTILE, 1e-9) ** 2 * inflate
     for _ in range(SCALE_ROUNDS):
@@ -151,7 +159,7 @@ def _scores(residuals: Array, free: float, tail: float) -> Array:
 
 
 def _step(log_variance: float, squares: float, dof: float, prior: Component) -> float:
-    """How far the log of a variance moves: towards ``squares / dof``, held back by its prior."""
+    """Return the step of a log variance towards ``squares / dof``, damped by its prior."""
     towards = float(np.log(max(squares, 1e-300) / dof)) - log_variance
     pull = -(log_variance / 2 - float(np.log(prior.median))) / (2 * prior.log_sd**2)
     step = (dof / 2 * towards + pull) / (dof / 2 + 1 / (4 * prior.log_sd**2))
@@ -160,9 +168,10 @@ def _step(log_variance: float, squares: float, dof: float, prior: Component) -> 
 
 def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: slice, mixed: int | None = None,
           tail: float = TAIL) -> Solution:
-    """The posterior of the columns ``keep``, of ``x`` (n, columns) and ``y`` (n,). The noise has ``tail`` degrees of freedom.
+    """Return the posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
 
-    The sd of group ``mixed`` is integrated over, all others are at their mode.
+    The noise has ``tail`` degrees of freedom. The sd of group ``mixed`` is integrated out; all others are at
+    their mode.
     """
     system = _System(x, y, groups, noise, tail)
     for _ in range(ROUNDS):

@@ -1,6 +1,7 @@
-"""Levers that a person has named and the tuner never takes, because they change what is learned: measured beside the plain program, with both loss curves.
+"""Measures levers that you name and the tuner never selects, because they change training.
 
-Both start from the same seed and take turns block by block, so speed and losses belong to the same steps. Nothing of it enters the plan.
+It records the speed and both loss curves. Both programs start from the same seed and alternate block by
+block, so speed and losses come from the same steps. The plan is not affected.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ SEED = 0
 
 
 def by_name(tuning: Tuning) -> None:
-    """Fills ``session.named``. A lever that fails is a sentence there; the search goes on."""
+    """Fill ``session.named``. A lever that fails gets a sentence there, and the search continues."""
     known = {each.plan for each in tuning.session.named}
     todo = [choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in known]
     for choice in todo:
         plan, start_s = Plan((choice,)), seconds()
         found = NamedRecord(plan.describe())
-        tuning.watcher.stage("by name", f"{found.plan} takes turns with the plain program")
+        tuning.watcher.stage("by name", f"{found.plan} against the plain program")
         entrants: list[Entrant] = []
         try:
             for each in (Plan(), plan):

@@ -1,7 +1,7 @@
-"""Which levers of a plan the guard objects to: what it refuses is narrowed down to them, and the rest stands.
+"""Finds the levers that make the guard reject a plan, so that the rest of the plan can be kept.
 
-    step      one step of the plain program done again under all live levers together, and where that fails under each alone
-    start     the first losses of a program under one lever alone, beside the plain program's
+    step      replay one step of the plain program with all live levers; if that fails, with each lever alone
+    start     compare the first losses with one lever alone against the plain program's
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ AT_ONCE = 2
 
 
 def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate], dict[str, Any] | None]:
-    """The candidates without those that the replica of a step rejects, and what it found of the rest; None where there was nothing to check."""
+    """Remove the candidates that the replica of a step rejects.
+
+    Returns the rest and the replica's findings about it; None if there was nothing to check.
+    """
     checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
     if not checked or tuning.arena.unit != "step":
         return tuned, None
     expected_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
-    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < expected_s:  # what needs no check can still be confirmed
+    # Levers that need no check can still be confirmed
+    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < expected_s:
         for candidate in checked:
-            candidate.reject(f"there was no time left to check its numerics and confirm it; give --budget {tuning.enough_m(expected_s)}m")
+            candidate.reject(f"not checked numerically and not confirmed: the budget ran out; give --budget {tuning.enough_m(expected_s)}m")
         return [c for c in tuned if c not in checked], None
     plain = tuning.plain_again()
     if plain is None:
-        return tuned, {"failure": "there was no time to start the plain program for it"}
-    tuning.watcher.stage("guard", "one step done again plainly, under the levers, and in float64")
+        return tuned, {"failure": "there was no time to start the plain program"}
+    tuning.watcher.stage("guard", "replaying one step plainly, with the levers, and in float64")
     patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
     try:
         answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
@@ -43,13 +47,13 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
             answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
             rejected += _reject(tuned, answer)
     except ProgramGone as gone:
-        return tuned, {"failure": f"the program did not survive the replica of a step ({why_gone(gone)})"}
+        return tuned, {"failure": f"the program failed while the guard replayed a step ({why_gone(gone)})"}
     left = [c for c in tuned if c not in rejected]
     return left, answer if any(c in left for c in checked) else None
 
 
 def _reject(tuned: Sequence[Candidate], answer: Mapping[str, Any]) -> list[Candidate]:
-    """The candidates that this replica speaks against, rejected with its reason."""
+    """Reject the candidates that fail this replica, with its reason, and return them."""
     found = []
     for candidate in tuned:
         why = answer.get("wrong", {}).get(candidate.lever.name)
@@ -60,7 +64,10 @@ def _reject(tuned: Sequence[Candidate], answer: Mapping[str, Any]) -> list[Candi
 
 
 def without_the_culprits(tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]) -> list[Candidate]:
-    """What is left of a rejected plan. A lever that fails alone is left out; where none does, those with the widest effect are."""
+    """Return the rest of a rejected plan.
+
+    Levers that fail alone are left out; if none does, the levers with the widest effect are.
+    """
     named = {name for check in verdict.checks if not check.passed for name in _levers_in(check.why, attempt)}
     culprits = [c for c in attempt if c.lever.name in named] or _failing_alone(tuning, attempt, plain)
     if not culprits:
@@ -72,20 +79,20 @@ def without_the_culprits(tuning: Tuning, attempt: Sequence[Candidate], verdict: 
 
 
 def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
-    """The levers that a check names itself, as ``under NAME alone``."""
+    """Return the levers that a check names itself, as ``under NAME alone``."""
     return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
 
 
 def _failing_alone(tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]) -> list[Candidate]:
-    """Those under which, alone, the program's first losses are not the plain program's."""
+    """Reject and return the levers that, each alone, change the program's first losses."""
     seed, again = min(plain, default=0), tuning.first_plain
     if seed not in plain or (again is not None and again.seed == seed and not repeats_itself(plain[seed], again)):
-        return []  # the plain program's own first losses are not those of another run
+        return []  # the plain program's own first losses differ between runs
     suspects: list[Candidate] = [c for c in attempt if c.effect is not Effect.EXACT] or list(attempt)
     found = []
     for at in range(0, len(suspects), AT_ONCE):
         some = suspects[at:at + AT_ONCE]
-        tuning.watcher.stage("guard", f"the first losses under {' and under '.join(plan_of([c]).describe() for c in some)} alone")
+        tuning.watcher.stage("guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone")
         asked = [Asked(plan_of([c]), (), seed, "record") for c in some]
         for candidate, seen in zip(some, measure_together(tuning.arena, asked, 0.0, tuning.patience_s), strict=True):
             shaken = tuning.shaken.get(shake_for(candidate.effect), ())

@@ -1,9 +1,11 @@
-"""numpy whose linear algebra uses one thread: ``from flatout.tune.one_thread import np``.
+"""numpy with single-threaded linear algebra: ``from flatout.tune.one_thread import np``.
 
-The matrices of a search have about a hundred rows, and the machine is busy with the programs that are measured. There a pool of threads, which wait for one
-another by spinning, takes a hundred times as long as one thread. A BLAS library reads the number of threads once, while it is loaded.
+The matrices of a search have about a hundred rows, and the machine is busy with the measured programs. There
+a thread pool, whose threads spin while they wait, takes a hundred times as long as one thread. A BLAS library
+reads the number of threads once, when it is loaded.
 
-The environment is put back at once, for programs that are started later inherit it. Where numpy was imported before, nothing changes.
+The environment is restored at once, because later programs inherit it. If numpy was already imported, nothing
+changes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def _numpy() -> Any:
     before = {name: os.environ.get(name) for name in LIMITS}
     os.environ.update(dict.fromkeys(LIMITS, "1"))
     try:
-        importlib.import_module("numpy.ma")  # or np.unique would import it in the middle of a search, where an interrupt may get lost in the import
+        # Otherwise np.unique imports it during a search, where the import may swallow an interrupt
+        importlib.import_module("numpy.ma")
         return importlib.import_module("numpy")
     finally:
         for name, value in before.items():

@@ -1,7 +1,7 @@
-"""What another machine is asked to measure, and what comes back: JSON both ways.
+"""The orders that a search sends to another machine, and the answers: JSON both ways.
 
-    look        what machine this is                                      {"facts", "key"}
-    together    programs that are started together and take turns         {"seen": what came of each}
+    look        describe this machine                                  {"facts", "key"}
+    together    start these programs together and interleave them      {"seen": the result of each}
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from flatout.tune.tuning import Tuning
 
 
 def together_order(tuning: Tuning, asked: Sequence[Asked], for_s: float, share: float | None = None) -> dict[str, Any]:
-    """``for_s``: how long the programs may take turns, their starts included. ``share``: of the time that starting them takes, after which it is enough."""
+    """Build an order to measure programs together.
+
+    ``for_s``: time limit, including the starts. ``share``: measuring may end after this share of the time of
+    the starts.
+    """
     arena = tuning.arena
     return {"kind": "together", "typed": list(tuning.command.typed), "budget_s": tuning.budget_s, "tick_ms": arena.tick_ms, "unit": arena.unit,
             "prefetched_ticks": arena.prefetched_ticks, "longest_ticks": arena.longest_ticks, "patience_s": tuning.patience_s, "seconds": for_s, "share": share,

@@ -1,10 +1,12 @@
-"""How much each lever usually brings, before anything of this program is measured.
+"""The usual effect of each lever, before anything of this program is measured.
 
-The table beside this file, ``prior.json``, is made from recorded benchmarks by ``python bench/prior.py``. An effect is the natural logarithm of the
-time with the lever over the time without it: -0.1 is about 10 % faster, 0 no change. Each entry has the mean and the standard deviation that
-the effect has on a program that was not measured yet, and the number of records behind it. With few records the standard deviation is wide.
+``python bench/prior.py`` generates the table ``prior.json`` beside this file from recorded benchmarks. An
+effect is the natural logarithm of the time with the lever over the time without it: -0.1 is about 10 %
+faster, 0 no change. Each entry holds the mean and the standard deviation of the effect on an unmeasured
+program, and the number of records. With few records the standard deviation is wide.
 
-A program is described by its device, and by its kind on three axes: its layers, the length of its step, and whether it waits for data.
+A program is described by its device and by its kind on three axes: its layers, its step time, and whether it
+waits for data.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ ANY_VALUE = "*"  # every value of the lever
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 TINY_STEP_MS = 5.0
 DATA_BOUND_SHARE = 0.25  # of the step
-OTHER_PROCESSOR = 1.5  # factor on the standard deviation of what was measured on another kind of processor
+OTHER_PROCESSOR = 1.5  # factor on the standard deviation of measurements from another kind of processor
 
 CONVOLUTIONS, RECURRENT, TRANSFORMER, DENSE = "convolutions", "recurrent", "transformer", "dense"
 TINY_STEPS, LONG_STEPS = "tiny steps", "long steps"
@@ -34,7 +36,7 @@ CPU, CPU_BF16, CUDA = "cpu", "cpu with bf16", "cuda"
 
 
 class Prior(NamedTuple):
-    """``mean`` and ``sd`` of an effect, as natural logarithms of a ratio of times (negative is faster), and ``n`` records behind them."""
+    """The prior of an effect: ``mean`` and ``sd`` of the natural log of the time ratio, and ``n`` records."""
 
     mean: float
     sd: float
@@ -46,14 +48,17 @@ Entries = dict[tuple[str, str, str], dict[str, Prior]]  # (lever, value, device)
 
 
 def device_kind(facts: Facts, device: str | None = None) -> str:
-    """``device`` is where the program trains, "cpu" or "cuda"; without it, the machine's GPU counts where there is one."""
+    """Return the kind of device that the program trains on.
+
+    ``device`` is "cpu" or "cuda"; without it, the machine's GPU decides if there is one.
+    """
     if device == CUDA or (device is None and facts.cuda):
         return CUDA
     return CPU_BF16 if BF16_FLAGS & set(facts.cpu_flags) else CPU
 
 
 def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
-    """The kinds that class names of modules tell; none where no name is known."""
+    """Return the kinds implied by the class names of modules; empty if no name is known."""
     names = set(layers)
     kinds = [CONVOLUTIONS] if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names) else []
     if any(name.startswith(("RNN", "LSTM", "GRU")) for name in names):
@@ -65,8 +70,11 @@ def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
 
 
 def kinds_of(scene: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
-    """The kinds of a program. ``scene`` is what ``describe`` of the training context gives, with class names in ``layers``; ``phases`` holds for each phase of
-    a step ``median_ms`` and ``share``. What is missing leaves its axis out."""
+    """Return the kinds of a program.
+
+    ``scene`` is the ``describe`` of the training context, with class names in ``layers``. ``phases`` holds
+    ``median_ms`` and ``share`` for each phase of a step. Missing information omits its axis.
+    """
     kinds = list(layer_kinds(scene.get("layers", ())))
     step_ms = sum(phase["median_ms"] for phase in phases.values())
     if step_ms > 0:
@@ -77,7 +85,7 @@ def kinds_of(scene: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]
 
 
 def value_key(lever: str, value: Value, cores: int) -> str:
-    """A value as the table spells it: words and flags as they are, sizes left out, numbers of threads as a share of the cores."""
+    """Return a value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
     if isinstance(value, dict):
         parts = (f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key for key, item in sorted(value.items()))
         return ", ".join(parts)
@@ -87,7 +95,7 @@ def value_key(lever: str, value: Value, cores: int) -> str:
 
 
 def entries_of(table: Mapping[str, Any]) -> Entries:
-    """The rows of a table by lever, value and device. Raises KeyError where a row lacks a field."""
+    """Return the rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
     found: Entries = {}
     for row in table["entries"]:
         found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(row["mean"], row["sd"], row["n"])
@@ -96,7 +104,7 @@ def entries_of(table: Mapping[str, Any]) -> Entries:
 
 @cache
 def committed_entries() -> Entries:
-    """The packaged table; empty where the file is missing or damaged, so that every lever gets the neutral prior."""
+    """Return the packaged table; empty if it is missing or damaged, so every lever has the neutral prior."""
     table = read_json(TABLE_FILE)
     try:
         return entries_of(table) if isinstance(table, dict) else {}
@@ -106,10 +114,10 @@ def committed_entries() -> Entries:
 
 def priors(facts: Facts, scene_description: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]],
            entries: Entries | None = None) -> Callable[[str, Value], Prior]:
-    """A function that gives the prior of a lever and a value in this program; NEUTRAL where the table has nothing to say.
+    """Return a function from lever and value to the prior in this program; NEUTRAL without an entry.
 
-    A value that has no entry gets that of all values of its lever. Records of CPUs with bfloat16 and without it speak of each other with a wider
-    standard deviation; the narrower of the two priors counts.
+    A value without an entry gets the entry of all values of its lever. Records of CPUs with bfloat16 apply to
+    CPUs without it, and vice versa, with a wider standard deviation. The narrower of the two priors counts.
     """
     table = committed_entries() if entries is None else entries
     kinds = kinds_of(scene_description, phases)
@@ -128,9 +136,10 @@ def priors(facts: Facts, scene_description: Mapping[str, Any], phases: Mapping[s
 
 
 def clearest(by_kind: Mapping[str, Prior], kinds: Iterable[str]) -> Prior:
-    """Of the kinds that a program belongs to, the entry that differs most clearly from that of all programs; that of all programs where none differs.
+    """Return the entry of the program's kinds that differs most clearly from that of all programs.
 
-    "Clearly" is the difference of the means in standard errors of the kind's mean.
+    If none differs, return the entry of all programs. "Clearly" is the difference of the means in standard
+    errors of the kind's mean.
     """
     every = by_kind[ANY]
 

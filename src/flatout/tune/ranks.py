@@ -1,7 +1,7 @@
-"""Several ranks beside one process: how much faster, where the rest goes, who is waited for.
+"""Compares several ranks with one process: the speed-up, the losses, and the ranks that others wait for.
 
-One process of the program takes turns with its ranks, block by block at the same ticks, so both compute the same batches. Then all ranks listen to
-their own pace for some steps (`flatout.trial.pace`).
+One process of the program alternates with its ranks, block by block at the same ticks, so both compute the
+same batches. Then all ranks record their own pace for some steps (`flatout.trial.pace`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
 from flatout.tune.tuning import Tuning, why_gone
 
-BESIDE_PARTS = ("autocast", "tf32", "reduced_precision")  # of the levers that act once the model is known, those that leave its weights alone
-OF_LOADERS = "it changes how a DataLoader makes batches, and with several ranks flatout divides the batches itself"
-OF_ONE_PROCESS = "its first steps are slow while it compiles or tries algorithms, and flatout measures such levers in one process only"
-OF_WHOLE_WEIGHTS = "it expects whole weights and optimizer state, and each rank keeps a part of them (--shard)"
+# Levers that act on the model but not on its weights
+BESIDE_PARTS = ("autocast", "tf32", "reduced_precision")
+OF_LOADERS = "changes how a DataLoader makes batches; with several ranks flatout splits the batches itself"
+OF_ONE_PROCESS = "its first steps compile or try algorithms; flatout measures such levers in a single process only"
+OF_WHOLE_WEIGHTS = "needs whole weights and optimizer state, but each rank keeps only a shard (--shard)"
 SHARE = 0.15  # of the budget, for both together
 PACE_STEPS = 40
 PACE_S = 10.0
 
 
 def base_plan(division: Mapping[str, Any], shards: bool) -> Plan:
-    """What every rank runs under: how batches are divided, and whether weights are."""
+    """Return the plan of every rank: how batches are split, and whether weights are sharded."""
     return Plan((Choice(DIVIDES, dict(division), Origin.USER), *choices(shards)))
 
 
 def unfit(lever: Lever, base: Plan | None) -> str:
-    """Why a lever cannot join a program that runs under ``base``; nothing where it can."""
+    """Return why a lever cannot be combined with ``base``; empty if it can."""
     if base is None:
         return ""
     if lever.of_one_process:
@@ -49,19 +50,22 @@ def unfit(lever: Lever, base: Plan | None) -> str:
 
 
 def beside_one_process(tuning: Tuning) -> None:
-    """Fills the session's record of the ranks. What cannot be measured is said there; the search goes on."""
+    """Fill the session's record of the ranks.
+
+    It also says what could not be measured; the search continues.
+    """
     found, ranks = tuning.session.ranks, tuning.observed
     if found is None or ranks is None or tuning.alone is None:
         return
     start_s = seconds()
     if tuning.copies < 2:
-        found.why_not = "one process of it does not fit into memory beside its ranks, so they were not compared"
+        found.why_not = "not compared: one process does not fit into memory together with the ranks"
     elif found.ratio is None:
-        tuning.watcher.stage("ranks", f"{found.procs} ranks take turns with one process")
+        tuning.watcher.stage("ranks", f"{found.procs} ranks against one process")
         try:
             alone = tuning.arena.enter(Plan(), 0, 60 + 8 * tuning.start_cost_s, alone=True)
         except ProgramGone as gone:
-            found.why_not = f"one process of it could not be measured beside its ranks: {why_gone(gone)}"
+            found.why_not = f"one process could not be measured together with the ranks: {why_gone(gone)}"
         else:
             found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.budget_s)
             found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
@@ -77,7 +81,7 @@ def _compared(tuning: Tuning, alone: Entrant, until_s: float) -> Ratio | None:
     try:
         return compare([tuning.arena.pair(alone.trial, tuning.observed, MOST_ROUNDS, until_s)])
     except ProgramGone as gone:
-        tuning.session.ranks.why_not = f"its ranks could not be compared with one process: {why_gone(gone)}"
+        tuning.session.ranks.why_not = f"the ranks could not be compared with one process: {why_gone(gone)}"
         return None
 
 
@@ -86,14 +90,14 @@ def _listen(tuning: Tuning) -> None:
     if found is None or trial is None or trial not in arena.running or arena.unit != "step":
         return
     steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(arena.tick_ms, 1e-3))))
-    tuning.watcher.stage("ranks", "the pace of each")
+    tuning.watcher.stage("ranks", "the pace of each rank")
     try:
         answer = trial.listen("pace", arena.deadline(steps + 2), everywhere=True, ticks=steps)
     except (ProgramGone, LeverFailed) as error:
         answer = {"why_not": why_gone(error)}
     if "ranks" not in answer or any("why_not" in each for each in answer["ranks"]):
         said = answer.get("why_not") or next(each["why_not"] for each in answer["ranks"] if "why_not" in each)
-        found.why_not = found.why_not or f"the pace of its ranks could not be measured: {said}"
+        found.why_not = found.why_not or f"the pace of the ranks could not be measured: {said}"
         return
     heard = answer["ranks"]
     found.paces, found.lost_ms, found.imbalance = paces(heard), lost_ms(heard), imbalance(heard)

@@ -1,15 +1,15 @@
-"""The search: observe, explore by design, check a step, confirm in fresh processes.
+"""The search: observe, explore, check a step, confirm in fresh processes.
 
-    observe    one plain program to its steady state; every lever says whether it applies
-    ranks      where the program runs as several: beside one process of it, and each at its own pace
-    by name    what a person has named though it changes what is learned: speed and loss curve beside the plain program's
-    explore    all levers together, by a design of experiments: live ones switched block by block, the others over many short processes
-    fit        where memory is limited: levers that save it, each against what the others have left, by time and by peak
-    guard      one step done again plainly, under the levers, and in float64
-    confirm    two or three fresh pairs of processes, plain and tuned, more where they do not decide, each pair with a seed of its own; the same
-               runs give the guard its loss curves, and join all other blocks in the estimate of the speed
+    observe    run one plain program until its steps are steady; every lever says whether it applies
+    ranks      with several ranks: compare them with one process, and measure the pace of each rank
+    by name    measure levers that you named although they change training: speed and both loss curves
+    explore    measure all levers by an experimental design: live ones by block, others across processes
+    fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
+    guard      replay one step plainly, with the levers, and in float64
+    confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
+               result is unclear. They provide the guard's loss curves and join the speed estimate
 
-Everything is written down as it comes; a search that is interrupted continues from there.
+Every result is saved at once; an interrupted search continues from there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from flatout.tune.narrow import check_a_step
 from flatout.tune.ranks import beside_one_process, unfit
 from flatout.tune.tuning import LONGER_BUDGET_S, Tuning
 
-FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything
-LONGEST_START = 0.15  # of the budget, for a program that fetches its whole data set first
+FEWEST_TICKS = 12  # a program with fewer steps cannot be compared
+LONGEST_START = 0.15  # of the budget, for fetching a whole data set first
 
 
 def search(tuning: Tuning) -> SessionRecord:
-    """Raises ProgramFailed where the plain program fails by itself, NothingMeasured where it does not train."""
+    """Run the whole search.
+
+    Raises ProgramFailed if the plain program fails without flatout's changes, and NothingMeasured if it does
+    not train.
+    """
     try:
         tuning.disturbance.wait(tuning.budget_s, tuning.watcher.expect)
         observe(tuning)
@@ -54,7 +58,7 @@ def search(tuning: Tuning) -> SessionRecord:
 
 
 def observe(tuning: Tuning) -> None:
-    """The plain program in its steady state, and what every lever says of it. Raises what ``search`` raises."""
+    """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
     tuning.watcher.stage("observing", "the plain program, until its steps are steady")
     try:
         plain = tuning.arena.enter(Plan(), 0, patience_s=_patience_s(tuning.goal.budget_s))
@@ -62,7 +66,7 @@ def observe(tuning: Tuning) -> None:
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
     ready, arena = plain.trial.ready, tuning.arena
-    for left in ready["skipped"]:  # what every program of the search is to run under
+    for left in ready["skipped"]:  # levers that every program of the search needs
         raise NothingMeasured(f"{left['name']} could not be applied: {left['reason']}")
     tuning.observed, tuning.start_cost_s, tuning.warm_ticks = plain.trial, plain.start_s, ready["ticks"]
     arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
@@ -77,23 +81,23 @@ def observe(tuning: Tuning) -> None:
 
 
 def _patience_s(budget_s: float | None) -> float:
-    """For the plain program to become ready."""
+    """Return the timeout for the plain program to become ready."""
     return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
 def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
-    """Why the plain program could not be observed: its own failure, or nothing to measure."""
+    """Return the error for an unobservable plain program: its own failure, or nothing to measure."""
     if record.status == "failed":
-        what = f"the program fails by itself (exit code {record.exit_code}), before flatout changes anything"
+        what = f"the program fails before flatout changes anything (exit code {record.exit_code})"
         return ProgramFailed(f"{what}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
     if record.status == "unattached":
         closed = tuning.command.closed
         why = f"`python {closed}` disables flatout; remove the option" if closed else record.reason
-        return NothingMeasured(f"there is nothing to tune: {why}. The program was left as it is.")
+        return NothingMeasured(f"nothing to tune: {why}. The program was not changed.")
     if record.status == "broken":
-        return NothingMeasured(f"flatout could not follow this program, and left it as it was. Please report this:\n\n{record.reason.strip()}")
+        return NothingMeasured(f"flatout could not analyse this program and did not change it. Please report this:\n\n{record.reason.strip()}")
     if record.status == "hung":
-        return NothingMeasured(f"the program did not train: {record.reason}. Give more time with --budget, or look at {tuning.job.trials}.")
+        return NothingMeasured(f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}.")
     steps = len(set(record.loss_steps))
     seen = f"it ended after {steps} training {'step' if steps == 1 else 'steps'}" if steps else "it ended without a training step"
-    return NothingMeasured(f"there is nothing to tune: {seen}, and comparing takes at least {FEWEST_TICKS}. Let it train longer while tuning.")
+    return NothingMeasured(f"nothing to tune: {seen}, and a comparison needs at least {FEWEST_TICKS}. Run more training steps while tuning.")

@@ -1,4 +1,4 @@
-"""A session on disk: started, continued, ended; and the Plan that comes out of it."""
+"""Stores a session on disk, resumes it, and turns it into a Plan and a verdict."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from flatout.levers import TABLE
 from flatout.measure.clock import today
 from flatout.plan.errors import StorageError
 from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder, read_json, write_json, write_whole
+from flatout.plan.folder import FOLDER, JobFolder, read_json, write_json, write_whole
 from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
 from flatout.plan.words import Effect
 
-FOLDER = ".flatout"
 DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
              "python": "another Python", "ranks": "another number of ranks", "device": "another device"}
-UNSAID = {"ranks": "one process", "device": "the one that the script names"}
-SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to {}"}
+UNSAID = {"ranks": "one process", "device": "the device in the script"}
+SAME = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
 
 
 def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
-    """What a Plan is good for: this command, this script, this machine, these versions. ``ranks``: as how many it runs, "" for one process."""
+    """Return what a Plan is valid for: command, script, machine, versions.
+
+    ``ranks``: how it is split, "" for one process.
+    """
     gpus = ", ".join(gpu.name for gpu in facts.gpus)
     return {
         "command": " ".join(command.shown),
@@ -40,7 +42,7 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
 
 
 def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
-    """In words, how a Plan's origin differs from the present command, machine and versions."""
+    """Describe how a Plan's origin differs from the present command, machine and versions."""
     found = []
     for name, said in DIFFERENT.items():
         if made_for.get(name, "") != key.get(name, ""):
@@ -52,25 +54,31 @@ def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> 
     return JobFolder(given if given is not None else Path(FOLDER) / "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-")))))
 
 
+def newest_job(*records: str) -> Path | None:
+    """Return the folder of the newest of these records below ``.flatout``; None if there is none."""
+    found = [path for record in records for path in Path(FOLDER).glob(f"*/{record}")]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+
 def beside_script(command: Command) -> Path:
-    """The plan that a person sees and may edit."""
+    """Return the path of the plan that you see and may edit."""
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
-    """The plan beside the script and the tuner's own record, the newest first: what a person has edited since counts."""
+    """Return the plan beside the script and the tuner's own copy, newest first, so that your edits count."""
     there = [path for path in (beside_script(command), job_folder(command, ranks=ranks).plan) if path.is_file()]
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool,
                  memory_limit_bytes: int | None = None, ranks: str = "") -> SessionRecord:
-    """The interrupted session of the same key, to go on with; else a new one."""
+    """Return the interrupted session with the same key, or a new one."""
     key = key_of(command, facts, ranks)
     old = load_session(job)
     if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects and old.memory_limit_bytes == memory_limit_bytes:
         old.budget_s = max(old.budget_s, budget_s)
-        # What is left of the old budget may be nothing; going on needs at least what the person has just given.
+        # The old budget may be used up; resuming needs at least the budget of this call.
         old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
         return old
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
@@ -80,7 +88,7 @@ def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float
 
 
 def load_session(job: JobFolder) -> SessionRecord | None:
-    """None where there is none, or where it cannot be read as one."""
+    """Load the session; None if there is none or it is unreadable."""
     data = read_json(job.session)
     if not isinstance(data, dict) or data.get("schema") != SESSION_SCHEMA:
         return None
@@ -100,7 +108,7 @@ def plan_of(session: SessionRecord) -> Plan:
 
 
 def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside: bool) -> Path | None:
-    """Write the Plan into the job's folder, and beside the script where that is wanted and possible."""
+    """Write the Plan into the job folder, and beside the script if requested and possible."""
     text = plan_of(session).to_toml()
     write_whole(job.plan, text)
     if not beside:
@@ -108,13 +116,13 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
     target = beside_script(command)
     try:
         write_whole(target, text)
-    except StorageError:  # a folder of somebody else's; the plan is in the job
+    except StorageError:  # the folder is not writable; the plan is in the job folder
         return None
     return target
 
 
 def verdict(session: SessionRecord) -> str:
-    """The session in one sentence."""
+    """Return the verdict of the session in one sentence."""
     limited = _of_the_limit(session)
     if limited:
         return limited
@@ -124,29 +132,32 @@ def verdict(session: SessionRecord) -> str:
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
         return f"no verdict is possible now: {session.obstacle}"
-    why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
-    return f"the plain program stays: {why}"
+    why = f"the faster plan was rejected: {session.guard.why}" if failed else "no plan was faster beyond the noise"
+    return f"the plain program is kept: {why}"
 
 
 def _results(session: SessionRecord) -> str:
-    """How near the results are to those of the plain program. What is computed or sent in fewer bits than float32 is named."""
+    """Say how close the results are to the plain program's.
+
+    Names computations and messages below float32 precision.
+    """
     levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
     halves = dict.fromkeys(levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers)
     return SAME.get(session.guard.verdict, "results not compared").format(" and ".join(halves) or "rounding")
 
 
 def _of_the_limit(session: SessionRecord) -> str:
-    """The verdict where memory was limited and the plain program does not fit; empty elsewhere."""
+    """Return the verdict if the plain program exceeds the memory limit; empty otherwise."""
     limit, known = session.memory_limit_bytes, [point for point in session.frontier if point.peak_bytes is not None]
     if limit is None or not known or known[0].fits:
         return ""
     within = f"{limit / 2**20:,.0f} MiB"
     if session.speedup is not None:
         chosen = next((point.plan for point in known if point.chosen), "the plan")
-        return f"within {within}, where the plain program does not fit, with {chosen}: {session.speedup.sentence()} as fast, {_results(session)}"
+        return f"{chosen} fits into {within}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
     smallest = min(known, key=lambda point: point.peak_bytes or 0)
     over = (smallest.peak_bytes or 0) - limit
     if over <= 0:
-        return f"the plain program stays, and does not fit into {within}: {smallest.plan} would, but was not confirmed"
-    return (f"nothing that was measured fits into {within}: {smallest.plan} comes nearest and takes {over / 2**20:,.0f} MiB more. A smaller batch needs "
+        return f"the plain program is kept, although it exceeds {within}: {smallest.plan} would fit, but was not confirmed"
+    return (f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {over / 2**20:,.0f} MiB more. A smaller batch takes "
             "less; flatout.Loop keeps its effective size by accumulation")

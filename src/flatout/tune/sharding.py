@@ -1,4 +1,4 @@
-"""Whether weights, gradients and optimizer state are to be divided over the ranks: by what one process was seen to hold of them, and what a rank has."""
+"""Decides whether to shard weights, gradients and optimizer state, by their size and a rank's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flatout.plan.records import TrialRecord
 
 LEVER = "sharding"
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
-ROOM = 0.5  # of what a rank has; activations, what kernels take for themselves and the rest of the program need the other half
+# Of a rank's memory; activations, kernel workspaces and the rest of the program need the other half
+ROOM = 0.5
 WORTH_SAYING = 0.1
 RAN_OUT = ("OutOfMemoryError", "CUDA out of memory", "can't allocate memory", "MemoryError")
 KILLED = (-9, 137)
@@ -19,7 +20,10 @@ KILLED = (-9, 137)
 
 @dataclass(frozen=True)
 class Verdict:
-    """``sentence`` has both figures; empty where they are far apart and nothing is divided."""
+    """Whether to shard.
+
+    ``sentence`` has both figures; it is empty if memory is ample and nothing is sharded.
+    """
 
     divides: bool
     sentence: str = ""
@@ -30,29 +34,29 @@ def choices(divides: bool) -> tuple[Choice, ...]:
 
 
 def ran_out(record: TrialRecord) -> bool:
-    """Whether a program ended for want of memory, as far as its last words and its exit code tell."""
+    """Whether a program ended because it ran out of memory, judging by its last output and its exit code."""
     return record.exit_code in KILLED or any(word in f"{record.reason}\n{record.log_tail}" for word in RAN_OUT)
 
 
 def memory_of_a_rank(facts: Facts, procs: int, device: str) -> tuple[int, str]:
-    """Bytes, and whose they are; 0 where that is not known."""
+    """Return a rank's memory in bytes and its description; 0 if unknown."""
     if device == "cuda":
         return min((gpu.memory_bytes for gpu in facts.gpus), default=0), "a GPU"
     return facts.memory_bytes // procs, f"a rank (the machine's memory over {procs})"
 
 
 def verdict(wish: str, held: Mapping[str, int], device: str, facts: Facts, procs: int) -> Verdict:
-    """``held``: bytes of weights, gradients and optimizer state in one process."""
+    """Decide from ``held``, the bytes of weights, gradients and optimizer state in one process."""
     total = sum(held.values())
     has, whose = memory_of_a_rank(facts, procs, device)
     divides = wish == ALWAYS or (wish == AUTO and bool(has) and total > ROOM * has)
     if not divides and (not has or total < WORTH_SAYING * has):
         return Verdict(False)
     parts = ", ".join(f"{name} {legible(size)}" for name, size in held.items())
-    figures = f"weights, gradients and optimizer state take {legible(total)} ({parts}); {whose} has {legible(has) if has else 'memory that is not known here'}"
+    figures = f"weights, gradients and optimizer state take {legible(total)} ({parts}); {whose} has {legible(has) if has else 'an unknown amount of memory'}"
     if not divides:
-        return Verdict(False, f"{figures}: each rank keeps all of them" + (" (--shard always divides them)" if wish == AUTO else ""))
-    return Verdict(True, f"{figures}: each of the {procs} ranks keeps a part of them" + (", as asked for" if wish == ALWAYS else ""))
+        return Verdict(False, f"{figures}: each rank keeps a full copy" + (" (--shard always shards them)" if wish == AUTO else ""))
+    return Verdict(True, f"{figures}: each of the {procs} ranks keeps a shard" + (", as requested" if wish == ALWAYS else ""))
 
 
 def legible(size: float) -> str:

@@ -1,6 +1,7 @@
-"""What a search may switch on: factors, and which sets of them are allowed together.
+"""Defines what a search may switch on: factors, and which sets of them are allowed together.
 
-Sets of keys are what callers see. Inside, a set is a row of booleans, one column a factor, in the order of ``Space.factors``.
+Callers see sets of keys. Internally, a set is a row of booleans, one column per factor, in the order of
+``Space.factors``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 from flatout.tune.one_thread import np
 
-MOST_ROWS = 8192  # so many sets are enumerated; beyond that sets are searched
+MOST_ROWS = 8192  # sets up to this number are enumerated; beyond it they are searched
 MOST_SWEEPS = 12  # of the coordinate descent
-DESCENT_STARTS = 512  # sampled sets, the best of which is a second start of the descent
+DESCENT_STARTS = 512  # sampled sets; the best one is a second start of the descent
 SMALLEST_STEP = 1e-12  # in log time
 
 Array = Any  # a numpy array; the shape is in each docstring
@@ -26,8 +27,9 @@ Array = Any  # a numpy array; the shape is in each docstring
 class Factor:
     """One lever with one value. Factors of one lever exclude each other.
 
-    ``mean`` and ``sd`` are the prior of its effect on the log of the step time: negative is faster. ``live``: it can be switched between two steps.
-    ``warms_up``: what follows a switch is slow for long, so that it is on for the whole life of a process or not at all.
+    ``mean`` and ``sd`` are the prior of its effect on the log of the step time: negative is faster. ``live``:
+    it can be switched between two steps. ``warms_up``: a switch causes a long slow phase, so it is on for the
+    whole life of a process or not at all.
     """
 
     key: str
@@ -45,10 +47,12 @@ class Factor:
 
 @dataclass(frozen=True)
 class Space:
-    """All factors of a search. ``excludes`` and ``known_pairs`` are pairs of levers; ``needs`` maps a lever to the levers that it needs, all of them.
+    """All factors of a search.
 
-    ``known_pairs`` have a wider prior of their interaction. A lever that needs one without a factor here is never allowed.
-    Raises ValueError for a key that occurs twice.
+    ``excludes`` and ``known_pairs`` are pairs of levers; ``needs`` maps a lever to all levers that it needs.
+
+    ``known_pairs`` have a wider prior of their interaction. A lever whose needed lever has no factor here is
+    never allowed. Raises ValueError for a duplicate key.
     """
 
     factors: tuple[Factor, ...]
@@ -90,7 +94,7 @@ class Space:
 
     @cached_property
     def switched(self) -> Array:
-        """(factors,) booleans: which are switched between blocks."""
+        """(factors,) booleans: whether a factor is switched between blocks."""
         return np.array([factor.switched for factor in self.factors], dtype=bool)
 
     def rows(self, sets: Iterable[frozenset[str]]) -> Array:
@@ -105,11 +109,11 @@ class Space:
         return found
 
     def keys(self, row: Array) -> frozenset[str]:
-        """The set of one row of booleans."""
+        """Return the set of one row of booleans."""
         return frozenset(self.factors[at].key for at in np.flatnonzero(row))
 
     def features(self, rows: Array) -> Array:
-        """(n, factors + pairs) floats: what is on, and which pairs are."""
+        """(n, factors + pairs) floats: active factors and active pairs."""
         left, right = self._ends
         return np.hstack([rows, rows[:, left] & rows[:, right]]).astype(float)
 
@@ -118,14 +122,14 @@ class Space:
         ends = np.array(self.pairs, dtype=int).reshape(-1, 2)
         return ends[:, 0], ends[:, 1]
 
-    # -- what is allowed --------------------------------------------------------------------------------------------
+    # -- allowed sets ------------------------------------------------------------------------------------------------
 
     def allowed(self, on: frozenset[str]) -> bool:
-        """Whether these may be on together. Raises ValueError for a key without a factor."""
+        """Whether this set is allowed. Raises ValueError for a key without a factor."""
         return bool(self.allowed_rows(self.rows([on]))[0])
 
     def allowed_rows(self, rows: Array) -> Array:
-        """(n,) booleans, of (n, factors) booleans."""
+        """(n,) booleans: whether each of (n, factors) rows is allowed."""
         counts = rows.astype(np.int16) @ self._levers
         good: Array = (counts <= 1).all(axis=1)
         for a, b in self._excluded:
@@ -153,7 +157,7 @@ class Space:
 
     @cached_property
     def every_row(self) -> Array | None:
-        """All allowed sets, smaller ones first; None where there are too many to enumerate."""
+        """All allowed sets, smaller ones first; None if there are too many to enumerate."""
         if math.prod(len(columns) + 1 for columns in self.columns_of.values()) > MOST_ROWS:
             return None
         rows = np.stack(list(self._settings(list(self.columns_of))))
@@ -165,14 +169,17 @@ class Space:
         return self.features(self.every_row)
 
     def _settings(self, levers: Sequence[str]) -> Iterable[Array]:
-        """Every row over these levers alone, allowed or not."""
+        """Yield every row over these levers alone, allowed or not."""
         for chosen in itertools.product(*((-1, *self.columns_of[lever]) for lever in levers)):
             row: Array = np.zeros(len(self.factors), dtype=bool)
             row[[at for at in chosen if at >= 0]] = True
             yield row
 
     def sample(self, rng: np.random.Generator, n: int, fixed: Array | None = None, free: Array | None = None) -> Array:
-        """Allowed rows at random, at most ``n`` and each once. ``fixed`` (factors,) is on in all of them; only ``free`` ones change, each lever on in half."""
+        """Return at most ``n`` distinct random allowed rows.
+
+        ``fixed`` (factors,) are on in all of them. Only ``free`` factors change, each lever on in half.
+        """
         start = np.zeros(len(self.factors), dtype=bool) if fixed is None else fixed
         open_ = np.ones(len(self.factors), dtype=bool) if free is None else free
         rows = np.repeat(start[None, :], n, axis=0)
@@ -190,7 +197,10 @@ class Space:
     # -- the best set -----------------------------------------------------------------------------------------------
 
     def best_rows(self, effects: Array, price: float = 0.0) -> Array:
-        """(n, factors): for each row of ``effects`` (n, factors + pairs) the allowed set of the least log time, ``price`` added for each factor that is on."""
+        """(n, factors) sets with the least log time, one for each row of ``effects`` (n, factors + pairs).
+
+        ``price`` is added for each active factor.
+        """
         if self.every_row is not None:
             times = self._every_feature @ effects.T
             times += price * self.every_row.sum(axis=1)[:, None]
@@ -202,7 +212,7 @@ class Space:
         return np.where((times[0] <= times[1])[:, None], found[0], found[1])
 
     def _descend(self, effects: Array, price: float, rows: Array) -> Array:
-        """Coordinate descent, a lever or two linked levers at a time, until nothing changes."""
+        """Coordinate descent, one lever or two linked levers at a time, until nothing changes."""
         count, (left, right) = len(self.factors), self._ends
         pair_effects = np.zeros((len(effects), count, count))
         pair_effects[:, left, right] = pair_effects[:, right, left] = effects[:, count:]
@@ -227,7 +237,10 @@ class Space:
 
     @cached_property
     def _moves(self) -> list[tuple[list[int], Array]]:
-        """Columns that change together, and their settings (options, columns): each lever, then levers that exclude, need or are known to affect each other."""
+        """Columns that change together, and their settings (options, columns).
+
+        First each lever, then levers that exclude, need or are known to affect each other.
+        """
         linked = {*self.excludes, *self.known_pairs, *(frozenset((lever, other)) for lever, others in self.needs.items() for other in others)}
         here = [sorted(pair) for pair in linked if len(pair) == 2 and pair <= set(self.columns_of)]
         groups = [*([lever] for lever in self.columns_of), *sorted(here)]

@@ -1,7 +1,8 @@
-"""Programs that are started together and measured in turns, block by block: what every comparison of a search is made of.
+"""Starts programs together and interleaves their blocks: the basis of every comparison of a search.
 
-Each program has *rows*: the live levers that hold during each of its blocks. In every round each program runs the block of its next row; the order turns
-round from round to round (A B B A). What is compared in one call runs on one machine; a call is JSON both ways, so that it can run on another one.
+Each program has *rows*: the live levers of each of its blocks. In every round each program runs the block of
+its next row; the order alternates from round to round (A B B A). Programs compared in one call run on one
+machine. A call is JSON both ways, so it can run on another machine.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from flatout.tune.arena import Arena, ask_replica
 
 LATE_PATIENCE_S = 75.0  # a compiler may be at work
 FEWEST_TURNS = 3
-COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, and costs too much to be left out
-Row = tuple[Choice, ...] | None  # None: as the program was started
+COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
+Row = tuple[Choice, ...] | None  # None: as the program started
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A program to start: its plan (live levers included), its seed, the live levers of each block, and whether its record is expected.
+    """A program to start: plan with live levers, seed, live levers of each block, requested record.
 
-    ``record``: "" for none, "record", or "draws" with a few samples fetched again and again for the guard. ``late``: when all blocks are done, the guard
-    does one step again under these live levers.
+    ``record``: "" for none, "record", or "draws" with a few samples fetched repeatedly for the guard.
+    ``late``: after all blocks, the guard replays one step with these live levers.
     """
 
     plan: Plan
@@ -52,7 +53,7 @@ class Asked:
 
 @dataclass
 class Measured:
-    """One block: the place of its row, the second at which it began, the program's tick at that moment, milliseconds a tick."""
+    """One block: index of its row, start in seconds, the program's tick then, and milliseconds a tick."""
 
     row: int
     at_s: float
@@ -62,16 +63,20 @@ class Measured:
 
 @dataclass
 class Seen:
-    """What came of one program. ``gone`` is how it ended before its rows were done; ``left_out`` names a lever that could not be applied, and why."""
+    """The result of one program.
+
+    ``gone``: how it ended before its rows were done. ``left_out``: a lever that could not be applied, and
+    why.
+    """
 
     blocks: list[Measured] = field(default_factory=list)
     record: TrialRecord | None = None
     gone: TrialRecord | None = None
     left_out: tuple[str, str] | None = None
     ready: dict[str, Any] = field(default_factory=dict)
-    late: dict[str, Any] | None = None  # what the guard found as it did a late step again
-    start_s: float = 0.0  # until it was ready, without what a later program is spared
-    ticks: int = 0  # that it has trained for when it was last seen
+    late: dict[str, Any] | None = None  # the guard's findings from replaying a late step
+    start_s: float = 0.0  # until it was ready, without the costs that later programs do not have
+    ticks: int = 0  # of training when it was last seen
 
     @property
     def whole(self) -> bool:
@@ -91,20 +96,21 @@ class Seen:
 
 @dataclass
 class Member:
-    """A running program among those that take turns."""
+    """A running program among those that are interleaved."""
 
     trial: Trial
     rows: tuple[Row, ...]
     seen: Seen
-    now: Row = None  # the live levers that hold
+    now: Row = None  # the active live levers
     fresh: bool = True  # just started: no block has run yet
 
 
 def measure_together(arena: Arena, asked: Sequence[Asked], until_s: float, patience_s: float, beside: Sequence[Member] = (),
                      share: float = math.inf) -> list[Seen]:
-    """Start these programs, measure all their rows in turns with those ``beside``, take their records, end them. Raises nothing that is a program's fault.
+    """Start these programs, interleave their rows with those ``beside``, take their records, end them.
 
-    After ``share`` of the time that starting them took, they are ended as well, once they have had ``FEWEST_TURNS``.
+    Raises nothing that is a program's fault. Measuring ends after ``share`` of the time of the starts, once
+    all programs had ``FEWEST_TURNS``.
     """
     start_s = seconds()
     members = _started(arena, asked, patience_s)
@@ -115,7 +121,7 @@ def measure_together(arena: Arena, asked: Sequence[Asked], until_s: float, patie
             if one.late and member.seen.whole:
                 member.seen.late = _late_step(arena, member, one.late)
         ending = [(member, one.record) for one, member in zip(asked, members, strict=True) if one.record and member.seen.whole]
-        with ThreadPoolExecutor(max(1, len(ending))) as pool:  # each takes a second to end
+        with ThreadPoolExecutor(max(1, len(ending))) as pool:  # each needs a second to end
             list(pool.map(lambda each: _record(*each), ending))
     finally:
         for member in members:
@@ -136,9 +142,9 @@ def _started(arena: Arena, asked: Sequence[Asked], patience_s: float) -> list[Me
 
 
 def take_turns(arena: Arena, members: Sequence[Member], until_s: float, enough_s: float = math.inf) -> None:
-    """Each member's rows, in turns, until they are done or the clock ends it; at least one block each, and FEWEST_TURNS before ``enough_s`` does.
+    """Interleave the members' rows until they are done or time is up; at least one block each.
 
-    A member that fails or ends leaves.
+    ``enough_s`` only applies after FEWEST_TURNS. A member that fails or ends leaves.
     """
     for turn in range(max((len(member.rows) for member in members), default=0)):
         due = [member for member in members if turn < len(member.rows) and member.seen.whole]
@@ -156,12 +162,15 @@ def take_turns(arena: Arena, members: Sequence[Member], until_s: float, enough_s
 
 
 def _same_tick(due: Sequence[Member]) -> int:
-    """Where programs that were started together begin: sentences and episodes differ in length, and one seed does the same work at the same tick."""
+    """Return the tick at which programs that started together begin.
+
+    Sentences and episodes differ in length; with one seed, programs do the same work at the same tick.
+    """
     return max((member.trial.ticks_done for member in due if member.fresh), default=0)
 
 
 def _block(arena: Arena, member: Member, turn: int, furthest: int) -> None:
-    """The block of one row. It ends where a window of ticks ends, whether something was switched before it or not."""
+    """Run the block of one row. It ends at the end of a tick window, whether or not levers were switched."""
     trial, row = member.trial, member.rows[turn]
     switched = row is not None and row != member.now
     if switched:
@@ -170,7 +179,8 @@ def _block(arena: Arena, member: Member, turn: int, furthest: int) -> None:
     if member.fresh:
         arena.catch_up(trial, furthest)
         if arena.tick_ms < COSTLY_TICK_MS and arena.longest_ticks == MOST_TICKS:
-            arena.run(trial, arena.block_ticks)  # its first third of a second is slower: memory that is touched for the first time
+            # Its first third of a second is slower: memory is touched for the first time
+            arena.run(trial, arena.block_ticks)
         member.fresh = False
     settle = arena.window_ticks - arena.block_ticks
     before = -(trial.ticks_done + arena.block_ticks) % arena.window_ticks
@@ -183,13 +193,16 @@ def _block(arena: Arena, member: Member, turn: int, furthest: int) -> None:
 
 
 def step_again(arena: Arena, trial: Trial, choices: Sequence[Choice], patience_s: float) -> dict[str, Any]:
-    """The guard's replica of a step under these levers. ``wrong`` has a sentence for each lever that it speaks against. Raises ProgramGone."""
+    """Replay a step for the guard with these levers. Raises ProgramGone.
+
+    ``wrong`` has a sentence for each rejected lever.
+    """
     answer = _replica(arena, trial, choices, patience_s)
     failed = [check for check in answer.get("checks", ()) if not check["passed"]]
     wrong = {choice.name: failed[0]["why"] for choice in choices} if failed else {}
     if failed and len(choices) > 1:
         alone = {choice.name: [c for c in _replica(arena, trial, [choice], patience_s).get("checks", ()) if not c["passed"]] for choice in choices}
-        if any(alone.values()):  # else only all of them together are wrong
+        if any(alone.values()):  # otherwise only the combination is wrong
             wrong = {name: checks[0]["why"] for name, checks in alone.items() if checks}
     return {**answer, "wrong": wrong}
 
@@ -213,7 +226,7 @@ def _late_step(arena: Arena, member: Member, choices: Sequence[Choice]) -> dict[
 
 
 def _record(member: Member, how: str) -> None:
-    """Take its record; where it was lost on the way, that is how it was ``gone``."""
+    """Take its record; if the program was lost on the way, store that as ``gone``."""
     record = member.trial.finish(draws=how == "draws")
     if record.status in ("finished", "ended"):
         member.seen.record = record

@@ -28,28 +28,31 @@ from flatout.tune.together import Row, Seen
 
 PAIRS = 3
 FEWEST_PAIRS = 2
-THREE_PAIRS_SHARE = 0.35  # of the budget; where three pairs cost more, time is kept for two, and the third is measured where they do not decide
+# Of the budget; if three pairs cost more, two are planned, and a third only decides a close result
+THREE_PAIRS_SHARE = 0.35
 ROUNDS_OF_A_PAIR = 6
-PAIR_S = 6.0  # each side of a pair is measured so long, or for six rounds
-CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
-COMPILE_S = 75.0  # what a first compilation is given
-OVERRUN = 0.15  # of the budget, to finish what was begun
-FIT_SHARE = 0.35  # of the budget, where memory is limited: for the frontier
-USUAL_BUDGET_S = 90.0  # where none was given,
-LONGER_BUDGET_S = 300.0  # and where the program starts slowly, has long steps, more was asked for than a plan, or a compiler is expected to pay
+PAIR_S = 6.0  # each side of a pair is measured this long, or for six rounds
+CONFIRM_SHARE = 0.6  # of the budget at most is reserved for confirming
+COMPILE_S = 75.0  # allowed for a first compilation
+OVERRUN = 0.15  # of the budget, to finish running measurements
+FIT_SHARE = 0.35  # of the budget, for the frontier when memory is limited
+USUAL_BUDGET_S = 90.0  # without --budget
+# Without --budget, for a slow start, long steps, a request beyond a plan, or a promising compiler
+LONGER_BUDGET_S = 300.0
 QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
 MUCH = -0.1  # log time: a tenth faster
 WINDOWS_A_SEED = 10**7
-TWO_STARTS = 1.35  # what starting two programs together costs, in starts
+TWO_STARTS = 1.35  # cost of starting two programs together, in single starts
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What was asked for. ``budget_s`` None: as long as such a program usually takes. ``horizon_s`` is how long the real job will run: a warm-up must be
-    repaid within it.
+    """What you asked for.
 
-    ``first`` are the levers to begin with, the most promising first: what a profile of the program has found. ``memory_limit_bytes`` is what the
-    tensors of a step may take; the fastest plan that fits is asked for then. ``named`` are tried beside the search, and never taken.
+    ``budget_s`` None means a default for this kind of program. ``horizon_s`` is the duration of the real job;
+    a warm-up must pay off within it. ``first`` lists the levers to try first, most promising first, from a
+    profile of the program. ``memory_limit_bytes`` limits the tensors of a step; the search then looks for the
+    fastest plan that fits. ``named`` levers are measured alongside the search and never adopted.
     """
 
     budget_s: float | None
@@ -70,32 +73,34 @@ class Tuning:
     goal: Goal
     watcher: Watcher = field(default_factory=Watcher)
     save_session: Callable[[SessionRecord], None] = lambda session: None
-    base: Plan | None = None  # what every program of the search runs under: how it is divided over ranks
-    alone: Command | None = None  # the program as one process, where ``command`` starts it as several
-    elsewhere: Elsewhere | None = None  # other machines, which hold what is independent of each other at once
+    base: Plan | None = None  # applies to every program of the search: how it is split over ranks
+    alone: Command | None = None  # starts one process when ``command`` starts several
+    elsewhere: Elsewhere | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
         self.start_s = seconds() - self.session.spent_s
         self.budget_s = self.goal.budget_s or USUAL_BUDGET_S
         self.arena = Arena(self.command, self.job, self.facts, self.base, self.alone)
         self.candidates: dict[str, Candidate] = {}
-        self.start_cost_s = 5.0  # of one program, until its steps are steady
-        self.copies = 9  # of the program that fit into memory at once
+        self.start_cost_s = 5.0  # from the start of a program until its steps are steady
+        self.copies = 9  # how many copies of the program fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
-        self.shaken: dict[float, list[TrialRecord]] = {}  # plain runs, by how far their weights were shaken
-        self.must_fit = False  # the plain program does not fit into the limit: a plan that does is taken even where it is slower
+        # Plain runs, by the size of the perturbation of their weights
+        self.shaken: dict[float, list[TrialRecord]] = {}
+        # The plain program exceeds the limit, so a plan that fits is adopted even if it is slower
+        self.must_fit = False
         self.disturbance = Disturbance(self.facts.cores)
-        # What was measured: each block of each program, what was on in it, and the model that explains them all.
+        # The measurements: blocks of each program, their active factors, and the model fitted to them.
         self.space = Space((), frozenset(), {}, frozenset())
-        self.choices: dict[str, Choice] = {}  # by the key of its factor
+        self.choices: dict[str, Choice] = {}  # by factor key
         self.blocks: list[Block] = []
         self.fitted: Fitted | None = None
         self.processes = 0
-        self.length_ticks: int | None = None  # of the program, where it was seen to come to its own end
-        self.warm_ticks = 0  # until its steps are steady
-        self.once_s = 0.0  # what it took to fetch a whole data set first, which later programs of the search are spared
-        self.furthest_plain = 0  # the last tick that the plain program was seen to pass
+        self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
+        self.warm_ticks = 0  # ticks until the steps are steady
+        self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
+        self.furthest_plain = 0  # the last tick that the plain program reached
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Tuning:
         return self.start_s + self.budget_s
 
     def settle_budget(self) -> None:
-        """Once the program was observed: how long the search may take, where nobody has said it."""
+        """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
             quick = self.start_cost_s <= QUICK_START_S and self.arena.tick_ms <= QUICK_STEP_MS
             more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None or self._expects_much_of_a_compiler
@@ -118,40 +123,43 @@ class Tuning:
 
     @property
     def _expects_much_of_a_compiler(self) -> bool:
-        """Whether a lever that takes long to warm up usually pays on such a device: the search is to be long enough for it."""
+        """Whether a lever with a long warm-up usually pays off here, which justifies a longer search."""
         prior = priors(self.facts, self.session.scene, {})
         return any(prior(c.lever.name, value).mean <= MUCH for c in self.candidates.values() if c.open and c.lever.warms_up for value in c.values)
 
     def starts_s(self, programs: int) -> float:
-        """What it takes to start so many programs together: they import at once, and warm up one after another."""
+        """Seconds to start this many programs together: their imports overlap, their warm-ups do not."""
         warm_s = self._warm_s
         return self.start_cost_s if programs == 1 else TWO_STARTS * (self.start_cost_s - warm_s) + programs * warm_s
 
     def start_of(self, until_ready_s: float, programs: int) -> float:
-        """What one start costs, from the time after which the last of so many programs was ready."""
+        """Seconds per start, from the time at which the last of ``programs`` programs was ready."""
         warm_s = self._warm_s
         return until_ready_s if programs == 1 else max(0.0, until_ready_s - programs * warm_s) / TWO_STARTS + warm_s
 
     @property
     def _warm_s(self) -> float:
-        """The part of a start in which the program trains."""
+        """The part of a start that the program spends training."""
         return min(self.start_cost_s, (self.warm_ticks + 1) * self.arena.tick_ms / 1000)
 
     @property
     def rounds(self) -> int:
-        """Rounds of one confirming pair: where starting it takes long, measuring may take as long, as far as the budget allows."""
+        """Rounds of one confirming pair.
+
+        A slow start justifies longer measuring, as far as the budget allows.
+        """
         starts_s = self.starts_s(2)
         fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.budget_s / PAIRS - starts_s) / 2)
         return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.arena.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
-        """What one confirming pair costs: two programs that start together, and their blocks."""
+        """Seconds for one confirming pair: two programs that start together, and their blocks."""
         return self.starts_s(2) + 2.1 * self.rounds * self.arena.block_s + 1
 
     @property
     def replica_s(self) -> float:
-        """What it costs to do a step again: some steps are captured, then played, and the network is trained on one of them."""
+        """Seconds to replay a step: capture some steps, replay them, train the network on one of them."""
         step_s = self.arena.tick_ms / 1000
         slow = self.arena.tick_ms > SLOW_MS
         batch = max((loader["batch_size"] or 0 for loader in self.session.scene.get("loaders", ())), default=0)
@@ -160,13 +168,17 @@ class Tuning:
 
     @property
     def fit_until_s(self) -> float:
-        """When everything but confirming must be done."""
+        """The time by which everything except confirming must be done."""
         pairs = PAIRS if PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else FEWEST_PAIRS
         return self.end_s - min(pairs * self.pair_s + self.replica_s, CONFIRM_SHARE * self.budget_s)
 
     @property
     def first_wave_until_s(self) -> float:
-        """The first wave may take time that is meant for a third pair, and a part of the overrun: without any wave there would be nothing to confirm."""
+        """The deadline of the first wave.
+
+        It may use the time of a third pair and part of the overrun: without a wave there is nothing to
+        confirm.
+        """
         return max(self.explore_until_s, self.end_s + 0.5 * OVERRUN * self.budget_s - FEWEST_PAIRS * self.pair_s - self.replica_s)
 
     @property
@@ -175,21 +187,24 @@ class Tuning:
 
     @property
     def patience_s(self) -> float:
-        """For a program to become ready."""
+        """The timeout for a program to become ready."""
         return 120 + 4 * self.start_cost_s
 
     def allowed_s(self, overrun: bool = False) -> float:
-        """What is left of the budget; with ``overrun`` a little more, so that what was begun can be finished."""
+        """Seconds left in the budget; ``overrun`` adds a little to finish running measurements."""
         return self.end_s - seconds() + (OVERRUN * self.budget_s if overrun else 0.0)
 
     def enough_m(self, more_s: float) -> int:
-        """Whole minutes of a budget that would have been enough for so much more."""
+        """Whole minutes of a budget that would leave ``more_s`` more seconds."""
         return math.ceil((self.spent_s + more_s) / 60)
 
     # -- programs and records ---------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None, shake: float = 0.0) -> Entrant:
-        """A program under a plan, ready and stopped. Raises ProgramGone, or LeverFailed where a lever could not be applied."""
+        """Start a program under a plan; it is ready and paused on return.
+
+        Raises ProgramGone, or LeverFailed if a lever could not be applied.
+        """
         entrant = self.arena.enter(plan, seed, patience_s or self.patience_s, shake)
         for left in entrant.trial.ready.get("skipped", ()):
             self.arena.dismiss(entrant.trial)
@@ -197,7 +212,7 @@ class Tuning:
         return entrant
 
     def plain_again(self) -> Trial | None:
-        """The observed plain program, or another one where it has ended; None where none can be started in time."""
+        """Return the observed plain program, or a new one if it has ended; None if time is too short."""
         if self.observed is not None and self.observed in self.arena.running:
             return self.observed
         if self.allowed_s(overrun=True) < self.start_cost_s:
@@ -209,15 +224,15 @@ class Tuning:
         return self.observed
 
     def plan_for(self, on: Iterable[str]) -> Plan:
-        """The plan in which these factors are on."""
+        """Return the plan with these factors on."""
         return in_order(self.choices[key] for key in on)
 
     def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
-        """The choices of each block, from the keys of what is switched on in it."""
+        """Return the choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
     def keep_blocks(self, process: int, on: Sequence[frozenset[str]], seen: Seen, seed: int, host: str = "") -> None:
-        """Add the blocks of one process to the measured ones; ``on`` are its factors in each of its rows."""
+        """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row."""
         self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
         for block in seen.blocks:
             window = seed * WINDOWS_A_SEED + block.tick // self.arena.window_ticks
@@ -226,14 +241,17 @@ class Tuning:
                                for b in self.blocks]
 
     def keep_first_plain(self, record: TrialRecord) -> None:
-        """The observed program had seed 0 and was plain until its levers were switched: its first losses and weights tell whether the script repeats itself."""
+        """Keep the first losses and weights of the observed program, to test repeatability.
+
+        The program had seed 0 and ran without levers until the search switched some on.
+        """
         if self.first_plain is None:
             record.losses = record.losses[:record.warmup_steps]
             record.weights_digests = {step: digest for step, digest in record.weights_digests.items() if int(step) <= record.warmup_steps}
             self.first_plain = record
 
     def keep_observed(self) -> None:
-        """End the observed program, and keep its first losses."""
+        """End the observed program and keep its first losses."""
         plain, self.observed = self.observed, None
         if plain is not None and plain in self.arena.running:
             self.furthest_plain = max(self.furthest_plain, plain.ticks_done)
@@ -241,7 +259,7 @@ class Tuning:
             self.arena.dismiss(plain)
 
     def blocks_of(self, space: Space) -> list[Block]:
-        """The blocks in which nothing else was on."""
+        """Return the blocks whose active factors are all in ``space``."""
         return [block for block in self.blocks if block.on <= space.index.keys()]
 
     def fit_of(self, space: Space) -> Fitted:
@@ -253,25 +271,25 @@ class Tuning:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Of the processes that were measured."""
+        """The numbers of the measured processes."""
         return frozenset(block.process for block in self.blocks)
 
     def gain(self, on: frozenset[str]) -> Ratio:
-        """How many times as fast as the plain program, from all blocks; ``n`` counts processes."""
+        """Return the speed relative to the plain program, from all blocks; ``n`` counts processes."""
         return ratio_of((self.fitted or self.refit()).gain(on), len(self.numbers))
 
     def effect(self, key: str, beside: frozenset[str]) -> Ratio:
-        """What one factor brings beside others; ``n`` counts the blocks in which it was on."""
+        """Return the speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
         return ratio_of((self.fitted or self.refit()).effect(key, beside), sum(key in block.on for block in self.blocks))
 
     def drop(self, key: str) -> None:
-        """Take a factor out of the search; blocks in which it was on no longer count."""
+        """Remove a factor from the search; blocks with it on no longer count."""
         self.space = only(self.space, self.choices.keys() - {key})
         self.blocks = [block for block in self.blocks if key not in block.on]
         self.choices.pop(key, None)
 
     def forbid(self, one: str, other: str) -> None:
-        """Two levers that do not work together."""
+        """Record that two levers do not work together."""
         self.space = replace(self.space, excludes=self.space.excludes | {frozenset((one, other))})
         self.blocks = [block for block in self.blocks if self.space.allowed(block.on)]
 
@@ -294,7 +312,7 @@ class Tuning:
 
 
 def only(space: Space, keys: Collection[str]) -> Space:
-    """The same space with these factors alone."""
+    """Return the same space restricted to these factors."""
     return replace(space, factors=tuple(factor for factor in space.factors if factor.key in keys))
 
 
@@ -303,20 +321,20 @@ def ratio_of(estimate: Estimate, n: int) -> Ratio:
 
 
 def why_gone(error: ProgramGone | LeverFailed) -> str:
-    """The last line of what a program or a lever said as it failed."""
+    """Return the last line of the message with which a program or a lever failed."""
     return last_line(error.record.reason if isinstance(error, ProgramGone) else error.reason)
 
 
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a word"
+    return lines[-1][:240] if lines else "it ended without a message"
 
 
 def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
-    """The error for a program that was gone before ``what``; ``shorter`` is what a person may do beside letting it train longer."""
+    """Return the error for a program that ended before ``what``; ``shorter`` is an alternative remedy."""
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
     if record.status == "ended":
         return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
     return NothingMeasured(f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}.")

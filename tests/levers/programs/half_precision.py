@@ -1,4 +1,4 @@
-"""A small network in bfloat16, batches from a loader: what flatout starts as two ranks."""
+"""A small network in bfloat16 with batches from a loader, which flatout starts as two ranks."""
 import torch
 
 torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Twenty layers that the script calls one after another, batches of its own choice, and an optimizer class that knows nothing of torch.optim."""
+"""Twenty layers that the script calls one after another, its own batches, and an optimizer class outside
+torch.optim.
+"""
 import gc
 
 import torch

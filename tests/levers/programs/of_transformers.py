@@ -1,4 +1,6 @@
-"""Models of transformers, plain and with the lever `attention`: prints their losses and how many attentions were fused as JSON."""
+"""Models of transformers, plain and with the lever `attention`: prints their losses and the number of fused
+attentions as JSON.
+"""
 import json
 
 import torch

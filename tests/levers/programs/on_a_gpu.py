@@ -1,4 +1,8 @@
-"""On a CUDA device, with a word: `choices` makes choices itself, `pieces` calls its layers one by one, `products` has no convolution, `tensors` no loader."""
+"""Variants on a CUDA device, selected by an argument:
+
+`choices` makes choices itself, `pieces` calls its layers one by one, `products` has no convolution, `tensors`
+no loader.
+"""
 import os
 import sys
 

@@ -1,5 +1,5 @@
-"""A script that has made the choices of many levers itself: precision, compiler, layout, threads, garbage collection, form of the optimizer,
-a process group.
+"""A script that makes the choices of many levers itself: precision, compiler, layout, threads, garbage
+collection, form of the optimizer, a process group.
 """
 import gc
 

@@ -1,4 +1,6 @@
-"""A sampler of the script's own over a map-style data set, attention by hand, one complex and two float64 parameters, and an Adam that maximizes."""
+"""A custom sampler over a map-style data set, hand-written attention, one complex and two float64 parameters,
+and an Adam that maximizes.
+"""
 import torch
 
 

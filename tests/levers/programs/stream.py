@@ -1,4 +1,6 @@
-"""An IterableDataset that makes whole batches, a scripted network, a last layer with a hook of the script's, and SGD over a sparse embedding beside it."""
+"""An IterableDataset that makes whole batches, a scripted network, a last layer with the script's own hook,
+and SGD over a sparse embedding.
+"""
 import torch
 
 

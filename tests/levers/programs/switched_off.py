@@ -1,6 +1,8 @@
-"""The same choices, each switched off by a flag; half precision in an evaluation only; loaders that live as long as their epoch.
+"""The same choices, each switched off by a flag; half precision in an evaluation only; loaders that live as
+long as their epoch.
 
-The last layer is called by itself, and is as wide as a vocabulary. Anomaly detection is a context around the forward and backward pass.
+The last layer is called by itself and is as wide as a vocabulary. Anomaly detection is a context around the
+forward and backward pass.
 """
 import torch
 

@@ -18,5 +18,5 @@ def due(saver, step):
 
 if "TRAP_SAVE" in os.environ:
     __import__("flatout.state.saver").state.saver.Saver.due = due
-if os.environ.get("TRAP_OFF"):  # as no module: those are looked through
+if os.environ.get("TRAP_OFF"):  # not as a module, because modules are inspected
     runpy.run_path(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mutants.py"))["switch_off"](os.environ["TRAP_OFF"])

@@ -1,6 +1,9 @@
-"""Python imports this file at start-up because its folder is first on PYTHONPATH. It must never harm a program.
+"""Python imports this file at start-up because its folder is first on PYTHONPATH.
 
-Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED, FLATOUT_PULSE and FLATOUT_DEVICE it does nothing but hand over to the sitecustomize that it hides.
+It must never harm a script.
+
+Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED, FLATOUT_PULSE and FLATOUT_DEVICE it only runs the
+sitecustomize that it hides.
 """
 
 import os
@@ -9,18 +12,18 @@ import sys
 
 def _enter() -> None:
     job, entry = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
-    if job and not os.path.exists(job):  # the run it belonged to is over
+    if job and not os.path.exists(job):  # its run is over
         job = None
     divided = "FLATOUT_DIVIDED" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     watched = os.environ.get("FLATOUT_PULSE")
-    if watched and not os.path.isdir(watched):  # nobody watches any more
+    if watched and not os.path.isdir(watched):  # the monitor has ended
         watched = None
     asked = os.environ.get("FLATOUT_DEVICE")
     if not job and not entry and not divided and not watched and not asked:
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     added = home not in sys.path
-    if added:  # last, so that nothing of the program's own is hidden
+    if added:  # last on the path, so that it hides no module of the script
         sys.path.append(home)
     if divided:
         _become_rank()
@@ -38,15 +41,16 @@ def _enter() -> None:
 
             bootstrap.install(job)
     except Exception as error:
-        sys.stderr.write(f"flatout: could not attach ({type(error).__name__}: {error}); the program runs as it is\n")
+        sys.stderr.write(f"flatout: could not attach ({type(error).__name__}: {error}); the script runs without flatout\n")
     try:
         if entry:
             from flatout.capture import lastwords
 
             lastwords.install(entry, home)
     except Exception:
-        pass  # a program that runs through never needs it
-    if added and not job and not watched and not asked:  # what only waits for the end leaves the path as it found it
+        pass  # a script that does not fail never needs it
+    # hooks that act only at the end leave sys.path unchanged
+    if added and not job and not watched and not asked:
         sys.path.remove(home)
 
 
@@ -55,7 +59,7 @@ def _become_rank() -> None:
         from flatout.capture import standing
 
         standing.enter(os.environ)
-    except Exception as error:  # as it is, the program would train alone, once for each rank
+    except Exception as error:  # otherwise each rank would train by itself
         sys.stderr.write(f"flatout: this process cannot become a rank: {error}\n")
         sys.stderr.flush()
         os._exit(2)
@@ -64,7 +68,8 @@ def _become_rank() -> None:
 def _hand_over() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != here]
-    # The finder that Python has already: importlib.machinery and importlib.util take milliseconds, and mostly nothing is hidden.
+    # The finder that Python already has: importlib.machinery and importlib.util take milliseconds, mostly for
+    # nothing.
     finder = next((finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None)
     spec = finder.find_spec("sitecustomize", elsewhere) if finder is not None else None
     if spec is not None and spec.loader is not None:

@@ -1,7 +1,10 @@
-"""Is this machine ready. Nothing is imported here: the child that imports torch begins with this file, and everybody waits for it.
+"""Checks whether this machine is ready for training.
 
-    seeing.py       takes the Sight; torch_child.py is its child, ceilings.py has the ceilings measured
-    examining.py    every question, asked of a Sight; the questions are in one file a theme, beside it
-    check.py        what a question and its answer are
-    graphics.py     what nvidia-smi says, as values; versions.json and versions.py what fits what; packages.py the commands of this system
+This file imports nothing: the child that imports torch loads it first, and its start-up time counts.
+
+    seeing.py       takes the machine snapshot; torch_child.py is its child, ceilings.py measures the ceilings
+    examining.py    runs every check on a snapshot; each theme has its own file of checks
+    check.py        the types of a check and its answer
+    graphics.py     parses the output of nvidia-smi; versions.json and versions.py hold compatible versions;
+                    packages.py builds install commands for this system
 """

@@ -1,4 +1,7 @@
-"""Has the ceilings of this machine measured: in children with torch, one after another, so that no figure disturbs the next."""
+"""Measures the ceilings of this machine in child processes.
+
+The children run one after another, so that the figures do not disturb each other.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ PYTHON = (sys.executable, "-P", "-m")
 
 
 def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> CeilingsRecord:
-    """All ceilings; ``tell`` hears what is being done. Raises NothingMeasured where torch cannot be started."""
+    """Measures all ceilings; ``tell`` receives progress. Raises NothingMeasured if torch does not start."""
     record = CeilingsRecord(key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts))
-    # As many threads as there are cores, whatever the shell says: these are the machine's ceilings, and torch does not see a quota.
+        # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
         out = Path(place) / "figures.jsonl"
@@ -39,9 +42,9 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
             else:
                 record.threads, record.busy_cores = int(line.get("threads") or 0), line.get("busy_cores")
         if not record.ceilings:
-            raise NothingMeasured(f"the ceilings could not be measured: {_why(run)}. `flatout doctor` says what is wrong with torch.")
+            raise NothingMeasured(f"the ceilings could not be measured: {_why(run)}. Run `flatout doctor` to see what is wrong with torch.")
         if run.timed_out or run.code:
-            tell(f"not everything was measured: {_why(run)}")
+            tell(f"some ceilings were not measured: {_why(run)}")
         tell("all-reduce between two processes")
         record.ceilings.append(_all_reduce(Path(place), environment))
     return record
@@ -63,6 +66,6 @@ def _machine(facts: Facts) -> dict[str, Any]:
 
 def _why(run: Ran) -> str:
     if run.timed_out:
-        return "it took too long and was stopped"
+        return "it exceeded its time limit and was stopped"
     last = [line for line in run.said.splitlines() if line.strip()]
     return f"exit code {run.code}" + (f", {last[-1].strip()}" if last else "")

@@ -1,7 +1,8 @@
-"""What a question to a machine is: a function of a Sight, with a page, and what of the Sight it cannot do without.
+"""A check of a machine: a function of a machine snapshot, with a documentation page and its inputs.
 
-Its docstring is its page: the first line says what must hold, then the sections "Why it matters" and "How to mend it". What a question
-needs and the Sight does not have makes it *not seen*, before it is asked: nothing is fine by its absence.
+The docstring is the page: the first line says what must hold, then come the sections "Why it matters" and
+"How to mend it". If the snapshot lacks an input of the check, the result is *not seen* and the check does not
+run: missing data never counts as fine.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def problem(seen: str, mend: str, evidence: Sequence[str] = ()) -> Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """``needs`` are words like ``file /proc/meminfo``, ``run nvidia-smi``, ``torch build``, ``disk /dev/shm``, or a field's name."""
+    """A check of a machine. ``needs`` lists inputs: ``file /proc/meminfo``, ``disk /dev/shm`` or a field."""
 
     code: str
     name: str
@@ -56,7 +57,7 @@ class Question:
     page: str
     ask: Callable[[Sight], Answer]
     needs: tuple[str, ...] = ()
-    gpu: bool = False  # asked only where a GPU was seen
+    gpu: bool = False  # runs only if there is a GPU
 
     @property
     def title(self) -> str:
@@ -67,7 +68,7 @@ class Question:
 
     def answer(self, sight: Sight) -> Check:
         missing = [need for need in self.needs if not has(sight, need)]
-        found = unseen(f"{_listed(missing)} could not be seen") if missing else self.ask(sight)
+        found = unseen(f"{_listed(missing)} could not be read") if missing else self.ask(sight)
         mend = found.mend.replace("sudo ", "") if sight.python.get("root") is True else found.mend
         wrong = found.verdict not in (Verdict.OK, Verdict.UNSEEN)
         why = " ".join(self.section("Why it matters").split()) if wrong else ""
@@ -75,7 +76,7 @@ class Question:
 
 
 def question(code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False) -> Callable[[Callable[[Sight], Answer]], Question]:
-    """Makes a question of a function; its name is the question's."""
+    """Turns a function into a check with the function's name."""
     def make(ask: Callable[[Sight], Answer]) -> Question:
         return Question(code, ask.__name__, theme, inspected(ask.__doc__), ask, tuple(needs), gpu)
 
@@ -83,12 +84,12 @@ def question(code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False
 
 
 def inspected(page: str | None) -> str:
-    """A docstring without the indent that its function gives it."""
+    """A docstring without its indent."""
     return inspect.cleandoc(page or "")
 
 
 def has(sight: Sight, need: str) -> bool:
-    """Whether the Sight holds what a question needs."""
+    """Whether the snapshot holds an input."""
     kind, _, rest = need.partition(" ")
     if kind == "file":
         return sight.files.get(rest) is not None
@@ -102,17 +103,17 @@ def has(sight: Sight, need: str) -> bool:
         return isinstance(sight.torch.get(rest), dict)
     if kind == "python":
         return sight.python.get(rest) is not None
-    return getattr(sight, need) not in (None, "")  # an environment without any of the variables is an answer
+    return getattr(sight, need) not in (None, "")  # an empty environment is valid
 
 
 def _listed(needs: Sequence[str]) -> str:
-    words = {"run": "the answer of {}", "torch": "what torch says of its {}", "folder": "the folder {}", "disk": "the room of {}", "python": "Python's {}"}
+    words = {"run": "the output of {}", "torch": "torch's {} information", "folder": "the folder {}", "disk": "the disk of {}", "python": "Python's {}"}
     kinds = (need.partition(" ") for need in needs)
     return " and ".join(words.get(kind, "{}").format(rest) if rest else kind.replace("_", " ") for kind, _, rest in kinds)
 
 
 def version(text: Any) -> tuple[int, ...] | None:
-    """``(2, 14, 1)`` of "2.14.1+cu130"; None for what begins with no number."""
+    """``(2, 14, 1)`` for "2.14.1+cu130"; None if the text does not begin with a number."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text if isinstance(text, str) else "")
     return tuple(int(part) for part in found[1].split(".")) if found else None
 

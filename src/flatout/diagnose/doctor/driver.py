@@ -1,4 +1,4 @@
-"""The NVIDIA driver: whether it answers, and whether what it supports fits torch's CUDA build and the GPUs' architectures."""
+"""Checks of the NVIDIA driver: whether it answers, and whether it fits torch's CUDA build and the GPUs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flatout.plan.sight import Ran, Sight, Verdict
 
 THEME = "driver"
 
-# What nvidia-smi says when it fails: the family of its words, what they mean, the command.
+# Failures of nvidia-smi: the pattern of its message, the meaning, the command.
 FAILURES = (
-    (re.compile(r"Driver/library version mismatch"), "the driver's libraries were updated under a kernel module that is still the old one", "sudo reboot"),
+    (re.compile(r"Driver/library version mismatch"), "the driver's libraries were updated, but the loaded kernel module is still the old one", "sudo reboot"),
     (re.compile(r"couldn't communicate with the NVIDIA driver"), "the driver's kernel module is not loaded",
      "sudo modprobe nvidia && sudo dmesg | grep -i nvidia"),
     (re.compile(r"GPU is lost|fallen off the bus"), "a GPU no longer answers on its bus", "sudo dmesg | grep -i xid"),
-    (re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"), "the driver's library is not there: the container was started without the GPU",
+    (re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"), "the driver's library is missing: the container was started without the GPU",
      "docker run --gpus all ..."),
-    (re.compile(r"No devices were found"), "the driver runs and finds no GPU it can use", "sudo dmesg | grep -i nvidia"),
-    (re.compile(r"Insufficient Permissions", re.IGNORECASE), "this user may not use the GPU", "ls -l /dev/nvidia*"),
+    (re.compile(r"No devices were found"), "the driver runs but finds no usable GPU", "sudo dmesg | grep -i nvidia"),
+    (re.compile(r"Insufficient Permissions", re.IGNORECASE), "this user has no permission to use the GPU", "ls -l /dev/nvidia*"),
     (re.compile(r"Failed to initialize NVML: Unknown Error"),
-     "the container has lost its right to the devices (as after `systemctl daemon-reload` on the host)",
+     "the container has lost access to the devices (as after `systemctl daemon-reload` on the host)",
      "docker restart CONTAINER"),
 )
 
@@ -34,35 +34,36 @@ def driver(sight: Sight) -> Answer:
     """The NVIDIA driver answers.
 
     Why it matters:
-        Without a driver that answers no program reaches the GPU, whatever is installed beside it.
+        Without a working driver no program reaches the GPU, whatever else is installed.
     How to mend it:
-        Install or reload the driver on the host (`sudo modprobe nvidia`); in a container start it with `docker run --gpus all`.
+        Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
+        --gpus all`.
     """
     run, seen, here = sight.runs["nvidia-smi"], listing(sight), gpu_is_here(sight)
     if seen is not None and seen.boards:
         names = [board.name for board in seen.boards]
         said = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else unseen(f"{said}; the driver's version was not told")
+        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else unseen(f"{said}; the driver's version is not reported")
     if run.timed_out:
         return problem("nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run))
     if not run.there:
         if here:
             number = driver_version(sight)
             if number is None and sight.torch.get("cuda", {}).get("computes") is True:
-                return note("torch reaches the GPU, but there is no nvidia-smi here to ask")
+                return note("torch reaches the GPU, but nvidia-smi is not available")
             if number:
-                return note(f"driver {number} is loaded, but there is no nvidia-smi here to ask", "docker run --gpus all ...")
-            return problem("there is an NVIDIA GPU on the bus, and neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(sight) else
+                return note(f"driver {number} is loaded, but nvidia-smi is not available", "docker run --gpus all ...")
+            return problem("there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(sight) else
                            newer_driver(sight))
         if here is None:
-            return unseen("there is no nvidia-smi, and the PCI bus could not be looked at")
+            return unseen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
     for pattern, meaning, mend in FAILURES:
         if pattern.search(run.said):
             return problem(f"nvidia-smi: {pattern.search(run.said)[0]}: {meaning}", mend, _tail(run))  # type: ignore[index]
     if run.code not in (0, None):
-        return problem(f"nvidia-smi ended with exit code {run.code}", "nvidia-smi", _tail(run))
-    return unseen("nvidia-smi answered in a form that is not known")
+        return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
+    return unseen("nvidia-smi answered in an unknown format")
 
 
 def _tail(run: Ran) -> list[str]:
@@ -74,23 +75,24 @@ def driver_for_cuda(sight: Sight) -> Answer:
     """The driver is new enough for torch's CUDA.
 
     Why it matters:
-        A program built with CUDA 13 needs a driver of at least 580, one built with CUDA 12 at least 525. With an older driver torch warns
-        once, "The NVIDIA driver on your system is too old", and trains on the processor.
+        A program built with CUDA 13 needs driver 580 or newer, a program built with CUDA 12 driver 525 or
+        newer. With an older driver torch warns once, "The NVIDIA driver on your system is too old", and
+        trains on the processor.
     How to mend it:
-        Install a build of the same torch for an older CUDA (the command is given), or a newer driver.
+        Install a build of the same torch for an older CUDA (with the given command), or a newer driver.
     """
     number, build = driver_version(sight), build_of(sight)
     here = version(number)
     if here is None:
-        return unseen("the driver's version could not be seen")
+        return unseen("the driver's version could not be determined")
     if build is None:
-        return unseen(f"driver {number}; which CUDA torch was built for could not be seen")
+        return unseen(f"driver {number}; the CUDA version of the torch build could not be determined")
     cuda, table = build.get("cuda"), versions()
     if cuda is None:
-        return note(f"driver {number}; torch {build['version']} is a build for the CPU and does not use it")
+        return note(f"driver {number}; torch {build['version']} is a CPU build and does not use it")
     least = table.driver_for(cuda)
     if least is None:
-        return unseen(f"driver {number}; the table of versions does not know which driver CUDA {cuda} needs")
+        return unseen(f"driver {number}; flatout's version table does not list the driver for CUDA {cuda}")
     computes = isinstance(sight.torch.get("cuda"), dict) and sight.torch["cuda"].get("computes") is True
     if here < least and not computes:
         return _too_old(sight, str(number), here, str(build["version"]), str(cuda), least)
@@ -100,7 +102,7 @@ def driver_for_cuda(sight: Sight) -> Answer:
     if here < least:
         return ok(f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}")
     if supports and supports < (version(cuda) or ()):
-        return note(f"{said}; it knows CUDA {seen.cuda if seen else ''} itself, so what is shipped as PTX for later GPUs cannot be used", "nvidia-smi")
+        return note(f"{said}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs", "nvidia-smi")
     return ok(said)
 
 
@@ -110,25 +112,25 @@ def _too_old(sight: Sight, number: str, here: tuple[int, ...], torch: str, cuda:
     fitting = table.build_for_driver(release, here) if release else None
     said = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
     if fitting:
-        return problem(f"{said}. The same torch comes built for CUDA {fitting.cuda}, which this driver runs", table.install(torch, fitting.tag))
-    return problem(f"{said}. No build of this torch that the table knows runs on it", newer_driver(sight))
+        return problem(f"{said}. A build of the same torch for CUDA {fitting.cuda} works with this driver", table.install(torch, fitting.tag))
+    return problem(f"{said}. No build of this torch in flatout's version table supports it", newer_driver(sight))
 
 
 @question("FD022", THEME, ["environment"])
 def visible_devices(sight: Sight) -> Answer:
-    """CUDA_VISIBLE_DEVICES names GPUs that are there.
+    """CUDA_VISIBLE_DEVICES names existing GPUs.
 
     Why it matters:
-        CUDA stops reading the list at the first entry that is no GPU: "0,7" on a machine of two GPUs leaves one, "7" none. An empty list
-        hides all of them.
+        CUDA stops reading the list at the first entry that is not a GPU: "0,7" on a machine with two GPUs
+        leaves one, "7" none. An empty list hides all GPUs.
     How to mend it:
-        `unset CUDA_VISIBLE_DEVICES`, or name what `nvidia-smi -L` lists.
+        `unset CUDA_VISIBLE_DEVICES`, or name GPUs that `nvidia-smi -L` lists.
     """
     value, seen = sight.variable("CUDA_VISIBLE_DEVICES"), listing(sight)
     if value is None:
         return ok("CUDA_VISIBLE_DEVICES is not set: every GPU is visible")
     if not gpu_is_here(sight):
-        return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was seen")
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was found")
     entries = [entry.strip() for entry in value.split(",")]
     if value.strip() in ("", "-1", "NoDevFiles"):
         return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
@@ -141,9 +143,9 @@ def visible_devices(sight: Sight) -> Answer:
             there = entry.isdigit() and int(entry) < len(seen.boards)
         if not there:
             left = f"{at} of {len(entries)} are used" if at else "none is used"
-            return problem(f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is no GPU of this machine ({len(seen.boards)} there), so {left}", "nvidia-smi -L")
+            return problem(f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {len(seen.boards)}), so {left}", "nvidia-smi -L")
     if len(set(entries)) < len(entries):
-        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice, and CUDA then uses none", "unset CUDA_VISIBLE_DEVICES")
+        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", "unset CUDA_VISIBLE_DEVICES")
     if len(entries) < len(seen.boards):
         return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {len(seen.boards)} GPUs are visible", "unset CUDA_VISIBLE_DEVICES")
     return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {len(seen.boards)} GPUs")
@@ -154,30 +156,31 @@ def architectures(sight: Sight) -> Answer:
     """This build of torch has kernels for the GPUs.
 
     Why it matters:
-        A GPU runs machine code of its own major architecture, or PTX that is not newer than itself. Where a build has neither, the first
-        operation ends with "no kernel image is available for execution on the device".
+        A GPU runs machine code for its own major architecture, or PTX that is not newer than the GPU. If a
+        build has neither, the first operation fails with "no kernel image is available for execution on the
+        device".
     How to mend it:
-        Install the build of the same torch that has the architecture; the command is given.
+        Install the build of the same torch for the architecture, with the given command.
     """
     build, seen = build_of(sight), listing(sight)
     devices = _devices(sight)
     if not devices:
-        return unseen("the compute capability of the GPUs could not be seen" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
-                                                                                else "; drivers before 510 do not tell it"))
+        return unseen("the compute capability of the GPUs could not be determined" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
+                                                                                else "; drivers before 510 do not report it"))
     if build is None:
-        return unseen("which build of torch is installed could not be seen")
+        return unseen("the installed build of torch could not be determined")
     if build.get("cuda") is None:
-        return note(f"torch {build['version']} is a build for the CPU")
+        return note(f"torch {build['version']} is a CPU build")
     archs = _archs(sight, str(build["version"]), str(build["cuda"]))
     if archs is None:
-        return unseen(f"which architectures torch {build['version']} was built for could not be seen")
+        return unseen(f"the architectures of torch {build['version']} could not be determined")
     for name, capability in devices:
         fit = _fit(capability, archs)
         if fit == "none":
-            return problem(f"{name} is of compute capability {dotted(capability)}, and torch {build['version']} (CUDA {build['cuda']}) has code for "
-                           f"{', '.join(archs)} alone", _another_build(versions().release(str(build["version"])), str(build["version"]), capability))
+            return problem(f"{name} has compute capability {dotted(capability)}, and torch {build['version']} (CUDA {build['cuda']}) has code only for "
+                           f"{', '.join(archs)}", _another_build(versions().release(str(build["version"])), str(build["version"]), capability))
         if fit == "ptx":
-            return note(f"{name} ({dotted(capability)}) is newer than this build of torch: its kernels are compiled from PTX at their first use",
+            return note(f"{name} ({dotted(capability)}) is newer than this build of torch: kernels are compiled from PTX at first use",
                         "pip install --upgrade torch")
     return ok(f"code for {', '.join(dict.fromkeys(dotted(capability) for _, capability in devices))} is in this build")
 
@@ -194,7 +197,7 @@ def _devices(sight: Sight) -> list[tuple[str, tuple[int, int]]]:
 
 
 def _archs(sight: Sight, torch: str, cuda: str) -> list[str] | None:
-    """What torch itself lists ("sm_80", "compute_120"), else the table's row for this build ("8.0", "12.0+PTX")."""
+    """The architectures listed by torch ("sm_80", "compute_120") or by the table ("8.0", "12.0+PTX")."""
     seen = sight.torch.get("cuda")
     listed = seen.get("archs") if isinstance(seen, dict) else None
     if isinstance(listed, list) and listed:
@@ -213,7 +216,7 @@ def _code(arch: str) -> tuple[tuple[int, int], bool] | None:
 
 
 def _fit(capability: tuple[int, int], archs: list[str]) -> str:
-    """"code", "ptx" or "none". Code runs on its own major version from its minor version on, PTX on everything that is not older."""
+    """"code", "ptx" or "none". Code fits its major version from its minor on, PTX anything not older."""
     codes = [code for arch in archs if (code := _code(arch))]
     if any(not ptx and have[0] == capability[0] and have[1] <= capability[1] for have, ptx in codes):
         return "code"
@@ -229,35 +232,36 @@ def _another_build(release: Release | None, torch: str, capability: tuple[int, i
 
 @question("FD024", THEME, ["torch cuda"])
 def torch_computes(sight: Sight) -> Answer:
-    """Where there is a GPU, torch reaches it.
+    """torch reaches the GPU, if there is one.
 
     Why it matters:
-        `torch.cuda.is_available()` is False where driver, build and variables do not fit, and many scripts then go on with the processor
-        without a word.
+        `torch.cuda.is_available()` is False if driver, build and variables do not fit. Many scripts then
+        silently train on the processor.
     How to mend it:
-        Mend what the other checks of the driver name; where they name nothing, torch's own warning tells the cause.
+        Fix what the other checks of the driver report. If they report nothing, torch's own warning names the
+        cause.
     """
     seen, here = sight.torch["cuda"], gpu_is_here(sight)
     said = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
     if build_of(sight) is None and seen.get("raised"):
-        return unseen("what was imported is not torch")
+        return unseen("the imported module is not torch")
     if seen.get("raised"):
         return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", said)
     if seen.get("computes") is True:
-        return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a sum on the first is right")
+        return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
     if seen.get("available") is True:
-        return problem("torch sees the GPU, but what it computed there was not right or not finished", "compute-sanitizer python train.py", said)
+        return problem("torch sees the GPU, but a test computation was wrong or did not finish", "compute-sanitizer python train.py", said)
     if seen.get("available") is not False:
-        return unseen("whether torch reaches a GPU was not written")
+        return unseen("whether torch reaches a GPU was not recorded")
     if here is None:
-        return unseen("torch.cuda.is_available() is False; whether there is a GPU could not be seen")
+        return unseen("torch.cuda.is_available() is False; whether there is a GPU could not be determined")
     if not here:
-        return ok("torch trains on the processor here: there is no GPU")
+        return ok("torch trains on the processor: there is no GPU")
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
         found = cause.answer(sight)
         if found.verdict in (Verdict.PROBLEM, Verdict.WARNING):
-            return Answer(Verdict(found.verdict), f"torch.cuda.is_available() is False, for the reason that {cause.code} names", found.mend, tuple(said))
-    return problem("torch.cuda.is_available() is False, though there is an NVIDIA GPU" + (f": {said[0]}" if said else ""), "nvidia-smi", said)
+            return Answer(Verdict(found.verdict), f"torch.cuda.is_available() is False; {cause.code} gives the reason", found.mend, tuple(said))
+    return problem("torch.cuda.is_available() is False although there is an NVIDIA GPU" + (f": {said[0]}" if said else ""), "nvidia-smi", said)
 
 
 QUESTIONS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)

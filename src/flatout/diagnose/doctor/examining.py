@@ -1,6 +1,8 @@
-"""Questions to a Sight, one file a theme. Adding one is one function and one line in its file's QUESTIONS.
+"""The table of checks, with one file per theme.
 
-FD0x0 begins a theme; a code never changes and is never given twice.
+To add a check, write a function and add it to its file's QUESTIONS.
+
+Each theme begins with a code FD0x0. Codes never change and are never reused.
 """
 
 from flatout.diagnose.doctor import compilers, disks, driver, gpus, memory, processor, python, resources, switches, system, torch_build, torch_import
@@ -15,14 +17,14 @@ THEMES = tuple(dict.fromkeys(question.theme for question in TABLE))
 
 
 def examine(sight: Sight) -> list[Check]:
-    """Every question's check, in the order of the table. Questions about GPUs are left out where there is none."""
+    """The result of every check, in table order. Checks of GPUs are left out if there is no GPU."""
     none_here = gpu_is_here(sight) is False
     return [_checked(question, sight) for question in TABLE if not (question.gpu and none_here)]
 
 
 def _checked(question: Question, sight: Sight) -> Check:
-    """A question that breaks over what it reads must not end the others, and does not make anything fine."""
+    """A check that raises must neither stop the others nor count as fine."""
     try:
         return question.answer(sight)
     except Exception as error:
-        return Check(question.code, question.name, question.theme, Verdict.UNSEEN, f"flatout's own mistake: {type(error).__name__}: {error}")
+        return Check(question.code, question.name, question.theme, Verdict.UNSEEN, f"bug in flatout: {type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
-"""What nvidia-smi and the kernel say of the GPUs, as values. Nothing is judged here.
+"""Parses what nvidia-smi and the kernel report about the GPUs. Nothing is judged here.
 
-The XML is that of `nvidia-smi -q -x`; its names changed over the years (nvsmi_device_v10 to v13), so each value has its known spellings.
+The XML comes from `nvidia-smi -q -x`. Its names changed over the years (nvsmi_device_v10 to v13), so each
+value has its known spellings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Board:
-    """One GPU. Values are None where the driver does not tell; units are in the names."""
+    """One GPU. Values that the driver does not report are None; units are in the names."""
 
     index: int
     name: str
@@ -44,7 +45,7 @@ class Board:
     slowdown_c: float | None = None
     utilization_percent: float | None = None
     performance_state: str | None = None
-    reasons: dict[str, bool] | None = None  # why clocks are lower than they could be: reason -> active
+    reasons: dict[str, bool] | None = None  # why clocks are below their maximum: reason -> active
     ecc: str | None = None
     ecc_uncorrectable: int | None = None
     remap_pending: str | None = None
@@ -70,14 +71,14 @@ class Listing:
 
 
 def listing(sight: Sight) -> Listing | None:
-    """What `nvidia-smi -q -x` said; None where it did not run or what it said is no such XML."""
+    """The output of `nvidia-smi -q -x`; None if it did not run or did not print this XML."""
     run, told = sight.runs.get("nvidia-smi"), sight.runs.get("nvidia-smi capability")
     return _read(run.out, told.out if told else "") if run else None
 
 
 @lru_cache(maxsize=4)
 def _read(text: str, capabilities: str) -> Listing | None:
-    """Kept, because a dozen questions ask for it, and eight GPUs fill half a megabyte."""
+    """Cached, because a dozen checks use it and eight GPUs fill half a megabyte."""
     start = text.find("<nvidia_smi_log>")
     if start < 0:
         return None
@@ -117,7 +118,7 @@ def _board(index: int, gpu: ElementTree.Element, capabilities: dict[str, tuple[i
 
 
 def _word(node: ElementTree.Element, *paths: str) -> str | None:
-    """The first of several spellings that says something."""
+    """The first of several spellings with a value."""
     for path in paths:
         text = (node.findtext(path) or "").strip()
         if text.lower() not in NONE:
@@ -126,7 +127,7 @@ def _word(node: ElementTree.Element, *paths: str) -> str | None:
 
 
 def _setting(node: ElementTree.Element, path: str) -> str | None:
-    """A setting that this GPU may not have: "N/A" is an answer, a missing line is none."""
+    """A setting that this GPU may not have: "N/A" is a value, a missing line is not."""
     text = (node.findtext(path) or "").strip()
     return text if text in ("Enabled", "Disabled", "N/A") else None
 
@@ -150,7 +151,7 @@ def _reasons(gpu: ElementTree.Element) -> dict[str, bool] | None:
 
 
 def _uncorrectable(gpu: ElementTree.Element) -> int | None:
-    """Errors that could not be corrected, since the driver was loaded; the spelling depends on the architecture."""
+    """Uncorrectable errors since the driver was loaded; the spelling depends on the architecture."""
     node = gpu.find("ecc_errors/volatile")
     if node is None:
         return None
@@ -168,7 +169,7 @@ def _processes(gpu: ElementTree.Element) -> tuple[Process, ...] | None:
 
 
 def _capabilities(text: str) -> dict[str, tuple[int, int]]:
-    """Compute capability by UUID and by number. Drivers before 510 do not tell."""
+    """Compute capability by UUID and by index. Drivers before 510 do not report it."""
     found: dict[str, tuple[int, int]] = {}
     for m in re.finditer(r"^(\d+), (\S+), (\d+)\.(\d+)$", text, re.MULTILINE):
         found[m[1]] = found[m[2]] = (int(m[3]), int(m[4]))
@@ -176,7 +177,7 @@ def _capabilities(text: str) -> dict[str, tuple[int, int]]:
 
 
 def driver_version(sight: Sight) -> str | None:
-    """From nvidia-smi, else from the kernel module's own file, which is there without nvidia-smi."""
+    """The driver version from nvidia-smi, or from the kernel module's file if nvidia-smi is missing."""
     seen = listing(sight)
     if seen and seen.driver:
         return seen.driver
@@ -185,7 +186,7 @@ def driver_version(sight: Sight) -> str | None:
 
 
 def gpu_is_here(sight: Sight) -> bool | None:
-    """Whether this machine has an NVIDIA GPU, by whoever can tell: nvidia-smi, torch, the kernel, the PCI bus; None where nobody can."""
+    """Whether nvidia-smi, torch, the kernel or the PCI bus shows an NVIDIA GPU; None if unknown."""
     seen, torch = listing(sight), sight.torch.get("cuda")
     if seen and seen.boards:
         return True

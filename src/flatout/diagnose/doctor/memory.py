@@ -1,4 +1,4 @@
-"""Memory: the machine's, the container's, what loader workers share, and what is put in place of the system's own allocator."""
+"""Checks of memory: the machine's, the container's, shared memory for workers, and replaced allocators."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from flatout.probe.gather import NO_LIBRARY
 from flatout.probe.proc import chosen, meminfo, mount_of, mounts, swaps
 
 THEME = "memory"
-SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker holds two
+SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two
 DOCKER_SHM = 64 * 2**20
 SMALL_MEMORY = 4 * 2**30
 
 
 @question("FD070", THEME, ["file /proc/meminfo"])
 def memory_limit(sight: Sight) -> Answer:
-    """There is memory, and the container's limit is known.
+    """Enough memory is free within the container's limit.
 
     Why it matters:
-        Libraries see the machine's memory. Beyond the group's limit the kernel ends a process with SIGKILL, without any message of Python's.
+        Libraries see the machine's memory. Beyond the control group's limit the kernel ends a process with
+        SIGKILL, and Python prints no message.
     How to mend it:
-        Give the container more: `docker run --memory 32g`; or use fewer loader workers.
+        Give the container more memory with `docker run --memory 32g`, or use fewer loader workers.
     """
     seen, limit = meminfo(sight.text("/proc/meminfo")), groups(sight)
     total, available = seen.get("MemTotal"), seen.get("MemAvailable")
     if not total or available is None:
-        return unseen("/proc/meminfo does not tell the memory")
+        return unseen("/proc/meminfo does not contain the memory size")
     if limit is None:
-        return unseen(f"{size(total)} in the machine; the control groups could not be looked at")
+        return unseen(f"{size(total)} in the machine; the control groups could not be read")
     if limit.memory_bytes and limit.memory_bytes < total:
         left = limit.memory_bytes - (limit.used_bytes or 0)
         said = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(left, 0))} unused), of {size(total)} in the machine"
         if limit.memory_bytes < SMALL_MEMORY or left < 0.1 * limit.memory_bytes:
-            return warning(f"{said}: the kernel ends what needs more", "docker run --memory 32g ...", limit.files("memory"))
+            return warning(f"{said}: the kernel ends processes that need more", "docker run --memory 32g ...", limit.files("memory"))
         return note(said, evidence=limit.files("memory"))
     if available < 0.1 * total:
-        return warning(f"{size(available)} of {size(total)} are left", "ps aux --sort=-rss | head")
+        return warning(f"{size(available)} of {size(total)} are available", "ps aux --sort=-rss | head")
     return ok(f"{size(total)}, {size(available)} available, no limit of a control group")
 
 
@@ -48,28 +49,29 @@ def shared_memory(sight: Sight) -> Answer:
     """/dev/shm is large enough for loader workers.
 
     Why it matters:
-        Workers hand over their batches through /dev/shm. Docker gives it 64 MiB: then a worker dies with "bus error", or "unable to open
-        shared memory object".
+        Workers pass their batches through /dev/shm. Docker gives it 64 MiB: a worker then dies with "bus
+        error" or "unable to open shared memory object".
     How to mend it:
-        Start the container with `--shm-size=8g` or `--ipc=host`; on a machine: `sudo mount -o remount,size=8g /dev/shm`.
+        Start the container with `--shm-size=8g` or `--ipc=host`. On a machine use `sudo mount -o
+        remount,size=8g /dev/shm`.
     """
     mount = mount_of("/dev/shm", mounts(sight.text("/proc/self/mountinfo")))
     if mount is None:
-        return unseen("/proc/self/mountinfo does not name what /dev/shm lies on")
+        return unseen("/proc/self/mountinfo does not list the file system of /dev/shm")
     disk = sight.disks.get("/dev/shm")
     if mount.point != "/dev/shm":
-        return problem(f"/dev/shm is no file system of its own (it lies on {mount.point}): loader workers cannot share memory",
+        return problem(f"/dev/shm is not a separate file system (it is on {mount.point}): loader workers cannot share memory",
                        "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm")
     total = mount.size_bytes() or (disk.total_bytes if disk else None)
     if total is None:
-        return unseen("the size of /dev/shm could not be seen")
+        return unseen("the size of /dev/shm could not be determined")
     mend = "docker run --shm-size=8g ..." if contained(sight) or total <= DOCKER_SHM else "sudo mount -o remount,size=8g /dev/shm"
     if total <= DOCKER_SHM:
         return problem(f"/dev/shm has {size(total)}, the default of a container: one batch of images fills it", mend)
     if total < SMALL_SHM:
         return warning(f"/dev/shm has {size(total)}: large batches or several workers fill it", mend)
     if disk is None:
-        return unseen(f"/dev/shm has {size(total)}; how much of it is free could not be seen")
+        return unseen(f"/dev/shm has {size(total)}; its free space could not be determined")
     if disk.free_bytes < min(SMALL_SHM, 0.2 * total):
         return warning(f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head")
     return ok(f"/dev/shm has {size(total)}, {size(disk.free_bytes)} free")
@@ -77,22 +79,22 @@ def shared_memory(sight: Sight) -> Answer:
 
 @question("FD072", THEME, ["file /proc/swaps", "file /proc/meminfo"])
 def swap(sight: Sight) -> Answer:
-    """Nothing is swapped out.
+    """No memory is swapped out.
 
     Why it matters:
-        A training that is partly on the swap disk is a hundred times as slow, and so is what comes after it.
+        A training run that is partly swapped out is a hundred times slower, and so are the programs after it.
     How to mend it:
-        Free memory, then `sudo swapoff -a && sudo swapon -a` brings everything back.
+        Free memory, then swap everything back in with `sudo swapoff -a && sudo swapon -a`.
     """
     found, seen = swaps(sight.text("/proc/swaps")), meminfo(sight.text("/proc/meminfo"))
     if found is None:
-        return unseen("/proc/swaps could not be understood")
+        return unseen("/proc/swaps could not be parsed")
     used = sum(each[2] for each in found)
     total = seen.get("MemTotal")
     if not found:
         return ok("no swap")
     if total is None:
-        return unseen(f"{size(used)} are swapped out; how much memory there is could not be read")
+        return unseen(f"{size(used)} are swapped out; the memory size could not be read")
     if used > 0.02 * total:
         return warning(f"{size(used)} are swapped out", "sudo swapoff -a && sudo swapon -a")
     return ok(f"{size(sum(each[1] for each in found))} of swap, {size(used)} used")
@@ -100,11 +102,11 @@ def swap(sight: Sight) -> Answer:
 
 @question("FD073", THEME, ["file /sys/kernel/mm/transparent_hugepage/enabled"])
 def huge_pages(sight: Sight) -> Answer:
-    """Transparent huge pages are there for those who ask.
+    """Transparent huge pages are available on request.
 
     Why it matters:
-        Large tensors in pages of 2 MiB cost the processor fewer look-ups. With "never" no allocator can have them; `flatout tune` measures
-        whether they help.
+        Large tensors in pages of 2 MiB need fewer address look-ups. With "never" no allocator can use them.
+        `flatout tune` measures whether they help.
     How to mend it:
         `echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled`.
     """
@@ -113,16 +115,16 @@ def huge_pages(sight: Sight) -> Answer:
         return ok(f"transparent huge pages: {setting}")
     if setting == "never":
         return note("transparent huge pages: never", "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
-    return unseen("the setting of transparent huge pages could not be understood")
+    return unseen("the setting of transparent huge pages could not be parsed")
 
 
 @question("FD074", THEME, ["environment"])
 def allocator(sight: Sight) -> Answer:
-    """The variables of torch's own allocator are understood.
+    """The variables of torch's allocator are valid.
 
     Why it matters:
-        PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF. Caching that was switched off for debugging makes each allocation a
-        call into the driver.
+        PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF. With caching switched off for
+        debugging, each allocation is a call into the driver.
     How to mend it:
         `export PYTORCH_ALLOC_CONF=expandable_segments:True`, and unset the old name.
     """
@@ -133,9 +135,9 @@ def allocator(sight: Sight) -> Answer:
         return warning(f"PYTORCH_ALLOC_CONF={new!r} and PYTORCH_CUDA_ALLOC_CONF={old!r} contradict each other", "unset PYTORCH_CUDA_ALLOC_CONF")
     value = new or old
     if value and not re.fullmatch(r"\s*\w+\s*:\s*[^,:]+(\s*,\s*\w+\s*:\s*[^,:]+)*\s*", re.sub(r"\[[^\]]*\]", "list", value)):
-        return problem(f"PYTORCH_ALLOC_CONF={value!r} is no list of name:value, and torch refuses it", "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF")
+        return problem(f"PYTORCH_ALLOC_CONF={value!r} is not a list of name:value, and torch rejects it", "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF")
     if old and not new:
-        return note(f"PYTORCH_CUDA_ALLOC_CONF={old!r}: the old name of PYTORCH_ALLOC_CONF", f"export PYTORCH_ALLOC_CONF={old}")
+        return note(f"PYTORCH_CUDA_ALLOC_CONF={old!r}: this is the old name of PYTORCH_ALLOC_CONF", f"export PYTORCH_ALLOC_CONF={old}")
     return ok(f"PYTORCH_ALLOC_CONF={new!r}" if new else "the allocator is torch's default")
 
 
@@ -144,9 +146,10 @@ def preloaded(sight: Sight) -> Answer:
     """Every library of LD_PRELOAD exists.
 
     Why it matters:
-        The loader only complains about a missing one on standard error and goes on: the allocator that was meant to be in place is not.
+        For a missing library the loader only prints a warning to standard error and continues without the
+        intended allocator.
     How to mend it:
-        `unset LD_PRELOAD`, or name the file by its whole path.
+        `unset LD_PRELOAD`, or use the full path of the file.
     """
     missing = [path for path, there in (sight.preloads or {}).items() if not there]
     if missing:
@@ -156,18 +159,18 @@ def preloaded(sight: Sight) -> Answer:
 
 @question("FD076", THEME, ["environment", "libraries"])
 def library_path(sight: Sight) -> Answer:
-    """LD_LIBRARY_PATH puts no other CUDA before torch's own.
+    """LD_LIBRARY_PATH adds no other CUDA library.
 
     Why it matters:
-        torch's wheels bring their CUDA libraries and mostly find them first; extensions and other frameworks do not, and then two versions
-        are mixed in one process.
+        torch's wheels include their CUDA libraries and usually find them first. Extensions and other
+        frameworks do not, and then one process mixes two versions.
     How to mend it:
         `unset LD_LIBRARY_PATH`.
     """
     held = {folder: names for folder, names in (sight.libraries or {}).items() if names}
     broken = [f"{folder}/{name.removesuffix(NO_LIBRARY)}" for folder, names in held.items() for name in names if name.endswith(NO_LIBRARY)]
     if broken:
-        return warning(f"LD_LIBRARY_PATH leads to {broken[0]}, which is no whole library: whoever loads it ends with an error", "unset LD_LIBRARY_PATH", broken)
+        return warning(f"LD_LIBRARY_PATH leads to {broken[0]}, which is not a complete library: loading it fails", "unset LD_LIBRARY_PATH", broken)
     if held:
         folder, names = next(iter(held.items()))
         return note(f"LD_LIBRARY_PATH leads to {folder} with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, before torch's own",
@@ -178,17 +181,18 @@ def library_path(sight: Sight) -> Answer:
 
 @question("FD077", THEME, ["file /proc/sys/vm/overcommit_memory"])
 def overcommit(sight: Sight) -> Answer:
-    """The kernel lets a large process fork.
+    """The kernel allows a large process to fork.
 
     Why it matters:
-        With vm.overcommit_memory=2 starting a loader worker needs as much free memory as its parent holds: "Cannot allocate memory".
+        With vm.overcommit_memory=2, starting a loader worker needs as much free memory as its parent uses:
+        "Cannot allocate memory".
     How to mend it:
         `sudo sysctl vm.overcommit_memory=0`.
     """
     value = (sight.text("/proc/sys/vm/overcommit_memory") or "").strip()
     if value == "2":
         return warning("vm.overcommit_memory is 2: loader workers of a large process cannot be started", "sudo sysctl vm.overcommit_memory=0")
-    return ok(f"vm.overcommit_memory is {value}") if value in ("0", "1") else unseen("vm.overcommit_memory could not be understood")
+    return ok(f"vm.overcommit_memory is {value}") if value in ("0", "1") else unseen("vm.overcommit_memory could not be parsed")
 
 
 QUESTIONS = (memory_limit, shared_memory, swap, huge_pages, allocator, preloaded, library_path, overcommit)

@@ -1,4 +1,4 @@
-"""The commands that install something on this system: by its own package manager, or conda's where the environment is conda's."""
+"""Install commands for this system: its package manager, or conda in a conda environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MANAGERS = {"debian": "apt-get", "ubuntu": "apt-get", "fedora": "dnf", "rhel": "
 
 
 def manager(sight: Sight) -> str:
-    """apt-get where the system does not say what it is: most containers are Debian's."""
+    """The package manager; apt-get if unknown, because most containers are Debian."""
     release = os_release(sight.text("/etc/os-release"))
     for name in (release.get("ID", ""), *release.get("ID_LIKE", "").split()):
         if name in MANAGERS:
@@ -34,11 +34,11 @@ def upgrade(sight: Sight) -> str:
 
 
 def newer_driver(sight: Sight) -> str:
-    """On the host: a container uses the host's driver."""
+    """The command for a newer driver, to run on the host: a container uses the host's driver."""
     ubuntu = os_release(sight.text("/etc/os-release")).get("ID") == "ubuntu"
     return "sudo ubuntu-drivers install" if ubuntu and not contained(sight) else "xdg-open https://www.nvidia.com/drivers"
 
 
 def contained(sight: Sight) -> bool:
-    """Whether a container says so of itself."""
+    """Whether a container identifies itself as one."""
     return sight.text("/.dockerenv") is not None or sight.text("/run/.containerenv") is not None or sight.variable("KUBERNETES_SERVICE_HOST") is not None

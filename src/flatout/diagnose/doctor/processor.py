@@ -1,4 +1,4 @@
-"""The processor: how many cores this process may use, what it can do, and whether threads are set to fit."""
+"""Checks of the processor: the cores of this process, its instructions, and the thread settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXP
 
 
 def allowed(sight: Sight) -> list[int] | None:
-    """The processors that this process may run on."""
+    """The cores that this process may run on."""
     return numbers(status(sight.text("/proc/self/status"), "Cpus_allowed_list"))
 
 
 def groups(sight: Sight) -> Group | None:
-    """None where the groups of this process could not be looked at at all."""
+    """The control groups of this process; None if they could not be read."""
     if sight.text("/proc/self/cgroup") is None or sight.text("/proc/self/mountinfo") is None:
         return None
     return group(sight.files.get)
 
 
 def cores(sight: Sight) -> int | None:
-    """What a training may use: affinity and quota counted in."""
+    """The number of cores for training, within affinity and quota."""
     here, limit = allowed(sight), groups(sight)
     if here is None:
         return None
@@ -34,38 +34,39 @@ def cores(sight: Sight) -> int | None:
 
 
 def _threads(sight: Sight) -> int | None:
-    """How many threads torch chose for one operation; without its word, what OMP_NUM_THREADS asks for."""
+    """The number of threads that torch uses per operation; if unknown, the value of OMP_NUM_THREADS."""
     seen, asked = (sight.torch.get("host") or {}).get("threads"), sight.variable("OMP_NUM_THREADS") or ""
     return seen if isinstance(seen, int) else int(asked) if asked.isdigit() else None
 
 
 @question("FD060", THEME, ["file /proc/self/status", "file /sys/devices/system/cpu/online"])
 def core_limit(sight: Sight) -> Answer:
-    """The cores that libraries count are the cores that this process gets.
+    """The cores that libraries count are available to this process.
 
     Why it matters:
-        Libraries count the cores they see. Under a quota of two on a machine of 64, 64 threads are made, and the kernel stops all of them
-        for the rest of each period: slower than two threads.
+        Libraries count the cores they see. Under a quota of two cores on a machine with 64, they start 64
+        threads, and the kernel stops all of them for the rest of each period. That is slower than two
+        threads.
     How to mend it:
-        Set the number of threads: `export OMP_NUM_THREADS=N`; `flatout tune` finds the best one.
+        Set the number of threads with `export OMP_NUM_THREADS=N`. `flatout tune` finds the best number.
     """
     online, here, limit = numbers(sight.text("/sys/devices/system/cpu/online")), allowed(sight), groups(sight)
     if online is None or here is None:
-        return unseen("how many cores there are could not be read")
+        return unseen("the number of cores could not be read")
     if limit is None:
-        return unseen(f"{len(here)} cores by affinity; the control groups could not be looked at")
+        return unseen(f"{len(here)} cores by affinity; the control groups could not be read")
     seen = [f"{len(online)} online", f"{len(here)} by affinity"] + ([f"{limit.cores:g} by quota"] if limit.cores else [])
     said = f"cores: {', '.join(seen)}"
     if limit.cores and limit.cores < len(here) - 0.5:
         fitting, made = max(1, int(limit.cores)), _threads(sight)
         if made is None:
-            return unseen(f"{said}; how many threads torch makes could not be seen")
+            return unseen(f"{said}; the number of torch's threads could not be determined")
         if made <= fitting + 1:
-            return ok(f"{said}; torch makes {made} thread(s), which fits")
-        return warning(f"{said}: torch makes {made} threads and gets {limit.cores:g} cores", f"export OMP_NUM_THREADS={fitting}",
+            return ok(f"{said}; torch uses {made} thread(s), which fits")
+        return warning(f"{said}: torch uses {made} threads and gets {limit.cores:g} cores", f"export OMP_NUM_THREADS={fitting}",
                        limit.files("cpu"))
     if len(here) < len(online):
-        return note(f"{said}: this process is bound to a part of the machine", "taskset -pc $$")
+        return note(f"{said}: this process is bound to part of the machine", "taskset -pc $$")
     return ok(said)
 
 
@@ -74,10 +75,10 @@ def instructions(sight: Sight) -> Answer:
     """The processor has the instructions that fast kernels use.
 
     Why it matters:
-        Without AVX2 torch runs its slowest kernels. bfloat16 is fast where the processor has AVX-512 BF16 or AMX, and slower than float32
-        where it has neither.
+        Without AVX2 torch runs its slowest kernels. bfloat16 is fast on processors with AVX-512 BF16 or AMX,
+        and slower than float32 on others.
     How to mend it:
-        Nothing on the machine itself; in a virtual machine choose the host's processor type (`-cpu host`).
+        Not possible on the machine itself. In a virtual machine, use the host's processor type (`-cpu host`).
     """
     seen = processor(sight.text("/proc/cpuinfo"))
     if seen is None:
@@ -85,20 +86,21 @@ def instructions(sight: Sight) -> Answer:
     arm = "asimd" in seen.flags
     good = ("asimd", "sve", "bf16", "i8mm") if arm else ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
     have = [flag for flag in good if flag in seen.flags]
-    said = f"{seen.model}: {', '.join(have) or 'no vector instructions that matter'}"
+    said = f"{seen.model}: {', '.join(have) or 'no relevant vector instructions'}"
     if not arm and "avx2" not in seen.flags:
         return warning(f"{said}; without AVX2", "lscpu | grep -i -e model -e avx")
     if not any("bf16" in flag for flag in have):
-        return ok(f"{said}; bfloat16 is not native: float32 is the fast type on this processor")
+        return ok(f"{said}; bfloat16 is not native: float32 is faster on this processor")
     return ok(said)
 
 
 @question("FD062", THEME, ["folder /sys/devices/system/cpu/cpu0"])
 def governor(sight: Sight) -> Answer:
-    """The processor is not kept at a low clock.
+    """The governor does not keep the processor at a low clock.
 
     Why it matters:
-        Under the powersave governor of acpi-cpufreq the clock stays at its lowest; under that of intel_pstate it rises late.
+        Under acpi-cpufreq's powersave governor the clock stays at its lowest. Under intel_pstate's it rises
+        late.
     How to mend it:
         `sudo cpupower frequency-set -g performance`.
     """
@@ -107,33 +109,34 @@ def governor(sight: Sight) -> Answer:
         listed = sight.folders.get("/sys/devices/system/cpu/cpu0") or []
         if "cpufreq" in listed:
             return unseen("the governor could not be read")
-        return note("the clock is not governed from here (a virtual machine)")
+        return note("this system does not control the clock (a virtual machine)")
     name = text.strip()
     if name == "powersave":
-        return warning("the governor is powersave: the clock rises late, or not at all", "sudo cpupower frequency-set -g performance")
+        return warning("the governor is powersave: the clock rises late or not at all", "sudo cpupower frequency-set -g performance")
     if name in ("performance", "schedutil", "ondemand", "conservative", "userspace"):
         return ok(f"the governor is {name}")
-    return unseen(f"the governor {name[:40]!r} is not known")
+    return unseen(f"the governor {name[:40]!r} is unknown")
 
 
 @question("FD063", THEME, ["file /sys/devices/system/node/online", "file /proc/self/status"])
 def numa(sight: Sight) -> Answer:
-    """Threads and memory are on one node of the machine, or known to be on several.
+    """Threads and memory stay on one NUMA node.
 
     Why it matters:
-        Memory of another socket is slower by a half. A process whose threads wander between sockets has no steady speed.
+        Memory of another socket is slower by half. A process whose threads move between sockets has no steady
+        speed.
     How to mend it:
-        `numactl --cpunodebind=0 --membind=0 python train.py`, one process a node.
+        `numactl --cpunodebind=0 --membind=0 python train.py`, with one process per node.
     """
     nodes, cpus = numbers(sight.text("/sys/devices/system/node/online")), allowed(sight)
     memory = numbers(status(sight.text("/proc/self/status"), "Mems_allowed_list"))
     if nodes is None or cpus is None:
-        return unseen("how many nodes there are could not be read")
+        return unseen("the number of nodes could not be read")
     if len(nodes) == 1:
         return ok("one node")
     spread = [node for node in nodes if set(numbers(sight.text(f"/sys/devices/system/node/node{node}/cpulist")) or ()) & set(cpus)]
     if not spread:
-        return unseen(f"{len(nodes)} nodes; which of them this process runs on could not be read")
+        return unseen(f"{len(nodes)} nodes; the nodes of this process could not be read")
     if len(spread) == 1:
         held = memory is not None and memory == spread
         return ok(f"{len(nodes)} nodes, bound to node {spread[0]}" + (" with its memory" if held else ""))
@@ -143,51 +146,52 @@ def numa(sight: Sight) -> Answer:
 
 @question("FD064", THEME, ["environment", "file /proc/self/status"])
 def threads(sight: Sight) -> Answer:
-    """The variables that set numbers of threads fit the cores.
+    """The thread variables fit the number of cores.
 
     Why it matters:
-        More threads than cores spend their time changing places; one thread leaves the other cores idle. Launchers set OMP_NUM_THREADS=1
-        where nobody asked for anything else.
+        More threads than cores waste time in context switches. A single thread leaves the other cores idle.
+        Launchers set OMP_NUM_THREADS=1 by default.
     How to mend it:
-        `unset OMP_NUM_THREADS`, or `flatout tune`, which measures the best number for your program.
+        `unset OMP_NUM_THREADS`, or use `flatout tune`, which measures the best number for your program.
     """
     have = cores(sight)
     if have is None:
-        return unseen("how many cores this process may use could not be read")
+        return unseen("the number of cores for this process could not be read")
     seen = {name: value for name in THREADS if (value := sight.variable(name)) is not None}
     wrong = [f"{name}={value}" for name, value in seen.items() if not re.fullmatch(r"\d+(,\d+)*", value) or int(value.split(",")[0]) < 1]
     if wrong:
-        return warning(f"{', '.join(wrong)}: no number of threads", f"unset {' '.join(word.partition('=')[0] for word in wrong)}")
+        return warning(f"{', '.join(wrong)}: not a number of threads", f"unset {' '.join(word.partition('=')[0] for word in wrong)}")
     many = [f"{name}={value}" for name, value in seen.items() if int(value.split(",")[0]) > have]
     if many:
-        return warning(f"{', '.join(many)} for {have} core(s): threads get in each other's way", f"export {many[0].partition('=')[0]}={have}")
+        return warning(f"{', '.join(many)} for {have} core(s): threads compete for cores", f"export {many[0].partition('=')[0]}={have}")
     if seen.get("OMP_NUM_THREADS") == "1" and have > 1:
-        return note(f"OMP_NUM_THREADS=1 with {have} cores: torch computes with one thread, which small models like and large ones do not",
+        return note(f"OMP_NUM_THREADS=1 with {have} cores: torch computes with one thread, which suits small models but not large ones",
                     "flatout tune python train.py")
-    return ok(f"{', '.join(f'{name}={value}' for name, value in seen.items()) or 'no number of threads is set'}; {have} core(s)")
+    return ok(f"{', '.join(f'{name}={value}' for name, value in seen.items()) or 'no thread variable is set'}; {have} core(s)")
 
 
 @question("FD065", THEME, ["environment", "file /proc/self/status"])
 def binding(sight: Sight) -> Answer:
-    """Threads are not bound to cores that this process does not have.
+    """Threads are not bound to cores outside this process's affinity.
 
     Why it matters:
-        GOMP_CPU_AFFINITY, KMP_AFFINITY and OMP_PROC_BIND tie threads to cores. Loader workers and ranks inherit them, and all of them
-        meet on the same core.
+        GOMP_CPU_AFFINITY, KMP_AFFINITY and OMP_PROC_BIND bind threads to cores. Loader workers and ranks
+        inherit them, and all of them share the same core.
     How to mend it:
         `unset GOMP_CPU_AFFINITY KMP_AFFINITY OMP_PROC_BIND OMP_PLACES`.
     """
     names = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_HW_SUBSET")
     here = allowed(sight)
     if here is None:
-        return unseen("which cores this process may use could not be read")
+        return unseen("the cores of this process could not be read")
     seen = {name: value for name in names if (value := sight.variable(name))}
     asked = [int(word) for word in re.findall(r"\d+", seen.get("GOMP_CPU_AFFINITY", ""))]
     outside = sorted(set(asked) - set(here))
     if outside:
         return problem(f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} names core {outside[0]}, which this process may not use", "unset GOMP_CPU_AFFINITY")
     if asked and len(set(asked)) < len(here) and not re.search(r"\d-\d", seen["GOMP_CPU_AFFINITY"]):
-        return warning(f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} ties all threads to {len(set(asked))} of {len(here)} cores", "unset GOMP_CPU_AFFINITY")
+        return warning(f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} binds all threads to {len(set(asked))} of {len(here)} cores",
+                       "unset GOMP_CPU_AFFINITY")
     wait = {name: value for name in ("KMP_BLOCKTIME", "OMP_WAIT_POLICY") if (value := sight.variable(name))}
     if seen:
         return note(f"{', '.join(f'{n}={v}' for n, v in seen.items())}: loader workers and ranks inherit it", f"unset {' '.join(seen)}")
@@ -201,18 +205,18 @@ def load(sight: Sight) -> Answer:
     """Other programs leave the cores to training.
 
     Why it matters:
-        What others use is missing, and every measured time changes with them.
+        Cores used by other programs are missing for training, and every measured time varies with them.
     How to mend it:
-        `top -o %CPU` shows who it is.
+        `top -o %CPU` shows the programs.
     """
     found, have = re.match(r"(\d+\.\d+) (\d+\.\d+) ", sight.text("/proc/loadavg") or ""), cores(sight)
     online = numbers(sight.text("/sys/devices/system/cpu/online"))
     if not found or have is None:
         return unseen("the load could not be read")
-    # The load is that of the whole machine, also where this process may use a part of it.
+    # The load is that of the whole machine, even if this process may use only part of it.
     there = len(online) if online else have
     if float(found[1]) > 0.5 * there + 1:
-        return note(f"{found[1]} threads of this machine wanted a core in the last minute; it has {there}", "top -o %CPU")
+        return note(f"{found[1]} threads of this machine needed a core in the last minute; it has {there}", "top -o %CPU")
     return ok(f"a load of {found[1]} on {there} core(s)")
 
 

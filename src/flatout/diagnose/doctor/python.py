@@ -1,4 +1,4 @@
-"""The interpreter that training runs in, and what is mixed into it."""
+"""Checks of the Python interpreter and the packages on its path."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ THEME = "Python"
 
 @question("FD001", THEME, ["python version"])
 def python_version(sight: Sight) -> Answer:
-    """Python is one that flatout and this torch support.
+    """flatout and this torch support this Python.
 
     Why it matters:
-        A torch wheel is built for single versions of Python. Outside them pip finds no wheel, or an old one, or builds for hours.
+        A torch wheel is built for specific versions of Python. For other versions pip finds no wheel, or an
+        old one, or builds for hours.
     How to mend it:
-        Make a virtual environment with a Python that is supported: `python3.12 -m venv .venv`.
+        Create a virtual environment with a supported Python: `python3.12 -m venv .venv`.
     """
     text = str(sight.python["version"])
     here, table = version(text), versions()
     if here is None:
-        return unseen(f"{text!r} is no version of Python")
+        return unseen(f"{text!r} is not a version of Python")
     free = ", free-threaded" if sight.python.get("free_threaded") else ""
     said = f"{sight.python.get('implementation') or 'Python'} {text}{free}"
     if here[:2] < table.python_min:
@@ -33,9 +34,9 @@ def python_version(sight: Sight) -> Answer:
     if torch is None:
         return ok(said)
     if release is None:
-        return note(f"{said}; the table of versions does not know torch {torch}, so whether they fit was not looked up")
+        return note(f"{said}; flatout's version table does not list torch {torch}, so compatibility is unknown")
     if here[:2] == release.python_experimental:
-        return note(f"{said}; torch {release.torch} calls its wheels for it experimental", f"python{dotted(release.python_max)} -m venv .venv")
+        return note(f"{said}; torch {release.torch} has only experimental wheels for it", f"python{dotted(release.python_max)} -m venv .venv")
     if not release.python_min <= here[:2] <= release.python_max:
         span = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
         return warning(f"{said}; wheels of torch {release.torch} are for {span}", f"python{dotted(release.python_max)} -m venv .venv")
@@ -47,10 +48,12 @@ def one_environment(sight: Sight) -> Answer:
     """Packages come from one environment.
 
     Why it matters:
-        Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual environment. An upgrade in one then
-        breaks the other, and what works here fails in the next shell.
+        Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual
+        environment. An upgrade of one then breaks the other, and a program that works in this shell fails in
+        the next.
     How to mend it:
-        Keep the user's folder out with `export PYTHONNOUSERSITE=1`, and install what is missing into the environment.
+        Disable the user's folder with `export PYTHONNOUSERSITE=1`, and install missing packages into the
+        environment.
     """
     prefix, base = str(sight.python["prefix"]), str(sight.python.get("base_prefix"))
     user = str(sight.python.get("user_site"))
@@ -58,22 +61,22 @@ def one_environment(sight: Sight) -> Answer:
     inside = "a virtual environment" if prefix != base else "a conda environment" if apart else "no virtual environment"
     from_user = sorted({f"{name} {found}" for name, found, folder in sight.packages or () if folder == user})
     if apart and from_user:
-        return warning(f"{prefix} is {inside}, and these come from {user}: {', '.join(from_user[:6])}", "export PYTHONNOUSERSITE=1", from_user)
+        return warning(f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}", "export PYTHONNOUSERSITE=1", from_user)
     other = sight.variable("VIRTUAL_ENV")
     if other and other.rstrip("/") != prefix.rstrip("/"):
-        return warning(f"the shell is in {other}, but this Python is that of {prefix}", f"{other}/bin/python -m pip install flatout")
+        return warning(f"the shell is in {other}, but this Python belongs to {prefix}", f"{other}/bin/python -m pip install flatout")
     if not apart:
-        return note(f"{prefix}: no virtual environment, so that every project shares its packages", "python3 -m venv .venv && . .venv/bin/activate")
+        return note(f"{prefix}: no virtual environment; every project shares its packages", "python3 -m venv .venv && . .venv/bin/activate")
     return ok(f"{prefix}, {inside}")
 
 
 @question("FD003", THEME, ["folder .", "working_folder"])
 def nothing_hidden(sight: Sight) -> Answer:
-    """No file in the working folder takes the place of a module.
+    """No file in the working folder hides a module.
 
     Why it matters:
-        Python looks for modules beside the script first. A file torch.py, random.py or types.py there is imported in place of the real
-        one, and the error that follows names something else.
+        Python looks for modules next to the script first. A file torch.py, random.py or types.py there is
+        imported instead of the real module, and the error that follows names something else.
     How to mend it:
         Rename the file and remove its compiled copy: `mv torch.py my_torch.py`.
     """
@@ -83,23 +86,23 @@ def nothing_hidden(sight: Sight) -> Answer:
     found = sorted(set(here) & (important | builtin))
     hiding = [name for name in found if name in important]
     if hiding:
-        return problem(f"{sight.working_folder} holds {', '.join(hiding)}, which hides the installed module of that name",
+        return problem(f"{sight.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
                        f"mv {here[hiding[0]]} my_{here[hiding[0]]}")
     if found:
-        return warning(f"{sight.working_folder} holds {', '.join(found)}, which hides Python's own module of that name",
+        return warning(f"{sight.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
                        f"mv {here[found[0]]} my_{here[found[0]]}")
     return ok(f"nothing in {sight.working_folder} hides a module")
 
 
 @question("FD004", THEME, ["environment"])
 def python_switches(sight: Sight) -> Answer:
-    """No variable makes Python itself slow or strange.
+    """No variable slows Python down or changes its behaviour.
 
     Why it matters:
-        PYTHONDEVMODE and PYTHONMALLOC=debug check every allocation; PYTHONPATH puts foreign packages first; PYTHONOPTIMIZE removes asserts.
-        They outlive the debugging that they were set for.
+        PYTHONDEVMODE and PYTHONMALLOC=debug check every allocation. PYTHONPATH puts other packages first.
+        PYTHONOPTIMIZE removes asserts. They often stay set after debugging.
     How to mend it:
-        `unset` the variable that is named.
+        `unset` the named variable.
     """
     slow = [name for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME") if sight.variable(name)]
     if (sight.variable("PYTHONMALLOC") or "").endswith("debug") or sight.variable("PYTHONMALLOC") == "malloc":
@@ -108,8 +111,8 @@ def python_switches(sight: Sight) -> Answer:
         return warning(f"{', '.join(f'{name}={sight.variable(name)}' for name in slow)} slows every line of Python down", f"unset {' '.join(slow)}")
     seen = {name: sight.variable(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME") if sight.variable(name)}
     if seen:
-        return note(f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, and may be meant", f"unset {' '.join(seen)}")
-    return ok("no PYTHON... variable that slows or redirects it")
+        return note(f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, perhaps on purpose", f"unset {' '.join(seen)}")
+    return ok("no PYTHON... variable slows or redirects Python")
 
 
 QUESTIONS = (python_version, one_environment, nothing_hidden, python_switches)

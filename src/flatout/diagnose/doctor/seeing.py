@@ -1,4 +1,4 @@
-"""Takes the Sight: everything that touches the machine. Judging it is for the themes beside this file."""
+"""Takes the machine snapshot. All access to the machine is here; the checks only read the snapshot."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flatout.plan.folder import json_lines
 from flatout.plan.sight import Sight
 from flatout.probe.gather import gather
 
-TORCH_LIMIT_S = 60.0  # a first import from a network folder takes that long; on a local disk two seconds
-PROGRAM_LIMIT_S = 10.0  # nvidia-smi without persistence mode wakes the driver first
+TORCH_LIMIT_S = 60.0  # a first import from a network folder takes this long, from a local disk two seconds
+PROGRAM_LIMIT_S = 10.0  # without persistence mode, nvidia-smi has to load the driver first
 TORCH = "import torch"
-UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # not on the path of every shell
+UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
 PROGRAMS = {
     "nvidia-smi": ("nvidia-smi", "-q", "-x"),
     "nvidia-smi capability": ("nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"),
@@ -29,13 +29,14 @@ PROGRAMS = {
 
 
 class Look:
-    """A look at this machine. It begins when it is made: torch is being imported in a child from then on. Leaving it ends every child."""
+    """Examines this machine. A child begins to import torch at once; leaving the context ends every child."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-doctor-")
         self._written = Path(self._folder.name) / "torch.jsonl"
-        # -m puts the working folder first on the path, as it is for a script: what hides torch there hides it here.
+        # -m puts the working folder first on the path, as for a script, so files that hide torch there are
+        # found.
         self._torch = Asked([sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)])
         self._programs = {name: Asked(command) for name, command in _programs().items()}
 
@@ -48,7 +49,7 @@ class Look:
         self._folder.cleanup()
 
     def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> Sight:
-        """Files are read below the root; then the programs and the import of torch are waited for, each no longer than its limit."""
+        """Reads files below the root, then waits for the programs and the torch import up to their limits."""
         sight = gather(Sight(flatout=__version__, created=today()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
         sight.runs = {name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()}
@@ -58,13 +59,13 @@ class Look:
 
 
 def _switches() -> list[str]:
-    """The switches of this interpreter that decide where it looks for packages: the child is to find what we would."""
+    """The interpreter switches that affect where packages are found: the child gets the same ones."""
     given = (("-S", sys.flags.no_site), ("-s", sys.flags.no_user_site), ("-E", sys.flags.ignore_environment))
     return [switch for switch, on in given if on]
 
 
 def _programs() -> dict[str, tuple[str, ...]]:
-    """CXX is what torch.compile would call."""
+    """The programs to run. CXX is the compiler that torch.compile calls."""
     programs, compiler = dict(PROGRAMS), os.environ.get("CXX", "").strip()
     if compiler:
         programs["c++"] = (compiler, "--version")

@@ -1,4 +1,4 @@
-"""Variables left over from debugging, and switches that cost speed."""
+"""Checks of variables left over from debugging and switches that cost speed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _spelled(sight: Sight, names: list[str]) -> str:
 
 @question("FD100", THEME, ["environment"])
 def cuda_debugging(sight: Sight) -> Answer:
-    """CUDA is not being debugged.
+    """CUDA debugging is off.
 
     Why it matters:
-        CUDA_LAUNCH_BLOCKING makes the processor wait for every kernel; the memory checks of cuda-memcheck and device-side assertions slow
-        kernels down several times.
+        CUDA_LAUNCH_BLOCKING makes the processor wait for every kernel. The memory checks of cuda-memcheck and
+        device-side assertions slow kernels down several times.
     How to mend it:
         `unset CUDA_LAUNCH_BLOCKING TORCH_USE_CUDA_DSA`.
     """
@@ -32,28 +32,28 @@ def cuda_debugging(sight: Sight) -> Answer:
         return warning(f"{_spelled(sight, slow)}: the processor waits for every kernel", f"unset {' '.join(slow)}")
     dsa = _on(sight, "TORCH_USE_CUDA_DSA", "CUDA_DISABLE_PTX_JIT", "CUDA_FORCE_PTX_JIT")
     if dsa:
-        return note(f"{_spelled(sight, dsa)}: for finding faults", f"unset {' '.join(dsa)}")
-    return ok("no variable that debugs CUDA")
+        return note(f"{_spelled(sight, dsa)}: a debugging switch", f"unset {' '.join(dsa)}")
+    return ok("no CUDA debugging variable is set")
 
 
 @question("FD101", THEME, ["environment"])
 def nccl_switches(sight: Sight) -> Answer:
-    """NCCL uses the links that it has.
+    """NCCL uses all of its links.
 
     Why it matters:
-        NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and NCCL_IB_DISABLE, often copied from a forum to get around a hang, send gradients over the
-        slowest way. NCCL_DEBUG=TRACE writes a line for every message.
+        NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and NCCL_IB_DISABLE, often copied from a forum to avoid a hang,
+        send gradients over the slowest path. NCCL_DEBUG=TRACE writes a line for every message.
     How to mend it:
         `unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE`.
     """
     slow = _on(sight, "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_DISABLE")
     slow += [name for name in ("NCCL_DEBUG",) if (sight.variable(name) or "").upper() == "TRACE"]
     if slow:
-        return warning(f"{_spelled(sight, slow)}: gradients take a slower way", f"unset {' '.join(slow)}")
+        return warning(f"{_spelled(sight, slow)}: gradients take a slower path", f"unset {' '.join(slow)}")
     seen = sorted(name for name in sight.environment or () if name.startswith("NCCL_"))
     if seen:
         return note(_spelled(sight, seen), f"unset {' '.join(seen)}")
-    return ok("no variable that changes NCCL")
+    return ok("no NCCL variable is set")
 
 
 @question("FD102", THEME, ["environment"])
@@ -61,10 +61,10 @@ def torch_switches(sight: Sight) -> Answer:
     """torch runs without debugging switches.
 
     Why it matters:
-        TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective; TORCHDYNAMO_DISABLE makes torch.compile do nothing; NVIDIA_TF32_OVERRIDE=0
-        switches Tensor Cores off for float32 in every library.
+        TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective. TORCHDYNAMO_DISABLE disables torch.compile.
+        NVIDIA_TF32_OVERRIDE=0 disables Tensor Cores for float32 in every library.
     How to mend it:
-        `unset` the variable that is named.
+        `unset` the named variable.
     """
     slow = _on(sight, "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_SHOW_DISPATCH_TRACE",
                "PYTORCH_JIT_LOG_LEVEL")
@@ -73,13 +73,13 @@ def torch_switches(sight: Sight) -> Answer:
     if (sight.variable("TORCH_DISTRIBUTED_DEBUG") or "").upper() == "DETAIL":
         slow.append("TORCH_DISTRIBUTED_DEBUG")
     if slow:
-        return warning(f"{_spelled(sight, slow)}: set for debugging, and slow", f"unset {' '.join(slow)}")
+        return warning(f"{_spelled(sight, slow)}: a debugging switch that slows training down", f"unset {' '.join(slow)}")
     seen = _on(sight, "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL", "CUBLAS_WORKSPACE_CONFIG",
                "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "DNNL_VERBOSE",
                "MKL_VERBOSE")
     if seen:
         return note(_spelled(sight, seen), f"unset {' '.join(seen)}")
-    return ok("no variable that debugs torch")
+    return ok("no torch debugging variable is set")
 
 
 QUESTIONS = (cuda_debugging, nccl_switches, torch_switches)

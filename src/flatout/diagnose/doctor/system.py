@@ -1,4 +1,4 @@
-"""The operating system below: its C library, its kernel, containers and WSL."""
+"""Checks of the operating system: C library, kernel, containers and WSL."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def glibc(sight: Sight) -> Answer:
     """The C library is new enough for torch's wheels.
 
     Why it matters:
-        Wheels of torch since 2.7 are built for glibc 2.28. On CentOS 7 (2.17) or Ubuntu 18.04 (2.27) pip finds none of them, or installs
-        one that fails with "GLIBC_2.28 not found".
+        Wheels of torch since 2.7 are built for glibc 2.28. On CentOS 7 (2.17) or Ubuntu 18.04 (2.27) pip
+        finds none of them, or installs a wheel that fails with "GLIBC_2.28 not found".
     How to mend it:
-        A container brings its own: `docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash`. glibc itself is not to be replaced.
+        Use a container with its own glibc: `docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch
+        bash`. Do not replace the system's glibc.
     """
     kind, text = [*map(str, sight.python["libc"]), "", ""][:2]
     if kind != "glibc":
@@ -32,27 +33,28 @@ def glibc(sight: Sight) -> Answer:
                        'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
     here = version(text)
     if here is None:
-        return unseen(f"{text!r} is no version of glibc")
+        return unseen(f"{text!r} is not a version of glibc")
     table = versions()
     release = table.release(sight.distribution("torch")) or table.releases[0]
     if release.glibc_min is None:
-        return note(f"glibc {text}; the table of versions does not know what wheels of torch {release.torch} need")
+        return note(f"glibc {text}; flatout's version table does not list what wheels of torch {release.torch} need")
     if here < release.glibc_min:
         latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
-        last = f"; the last torch for it is {latest.torch}, which flatout does not enter" if latest else ""
-        return problem(f"glibc {text}, wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
+        last = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
+        return problem(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
                        'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
     return ok(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}")
 
 
 @question("FD051", THEME, ["file /proc/version"])
 def kernel(sight: Sight) -> Answer:
-    """The kernel is not an old one.
+    """The kernel is recent enough.
 
     Why it matters:
-        Below 5.5 multi-process training has been seen to hang; CentOS 7's 3.10 also lacks what containers and drivers ask for.
+        Multi-process training is known to hang on kernels below 5.5. CentOS 7's 3.10 also lacks features that
+        containers and drivers need.
     How to mend it:
-        Update the system: `sudo apt-get dist-upgrade`, or move to a release that is maintained.
+        Update the system with `sudo apt-get dist-upgrade`, or move to a maintained release.
     """
     text = sight.text("/proc/version") or ""
     found = re.match(r"Linux version (\d+\.\d+(?:\.\d+)?)", text)
@@ -61,17 +63,17 @@ def kernel(sight: Sight) -> Answer:
         return unseen("/proc/version does not name the kernel")
     if (version(found[1]) or ()) < KERNEL_MIN:
         say = warning if (version(found[1]) or ()) < KERNEL_OLD else note
-        return say(f"{name}, kernel {found[1]}; from {dotted(KERNEL_MIN)} on it is known to be safe", upgrade(sight))
+        return say(f"{name}, kernel {found[1]}; {dotted(KERNEL_MIN)} and newer are known to be safe", upgrade(sight))
     return ok(f"{name}, kernel {found[1]}")
 
 
 @question("FD052", THEME, ["file /proc/version"])
 def windows_subsystem(sight: Sight) -> Answer:
-    """WSL is set up so that it does not cost speed.
+    """WSL is set up for speed.
 
     Why it matters:
-        Under WSL the disks of Windows (/mnt/c) are several times as slow as the Linux disk, memory is capped at half of the machine's, and
-        the driver is that of Windows.
+        Under WSL, Windows disks (/mnt/c) are several times slower than the Linux disk, memory is limited to
+        half of the machine's, and the driver is the Windows driver.
     How to mend it:
         Keep data and code below the Linux home folder: `cp -r /mnt/c/data ~/data`.
     """
@@ -81,19 +83,19 @@ def windows_subsystem(sight: Sight) -> Answer:
     if "microsoft" not in text:
         return ok("not WSL")
     if re.match(r"/mnt/[a-z](/|$)", sight.working_folder):
-        return warning(f"WSL, and {sight.working_folder} lies on a disk of Windows: reading it is slow", f"cp -r {sight.working_folder} ~/")
-    return note("WSL: the driver is that of Windows, and .wslconfig limits memory and cores")
+        return warning(f"WSL, and {sight.working_folder} is on a Windows disk: reading it is slow", f"cp -r {sight.working_folder} ~/")
+    return note("WSL: the driver is the Windows driver, and .wslconfig limits memory and cores")
 
 
 @question("FD053", THEME, ["file /proc/self/mountinfo"])
 def container(sight: Sight) -> Answer:
-    """Whether this is a container, whose limits are not those of the machine.
+    """Reports a container, whose limits differ from the machine's.
 
     Why it matters:
-        In a container libraries see the machine's cores and memory and not the container's share of them; /dev/shm is 64 MiB unless asked
-        for otherwise. The checks of the processor and of memory look at the container's own.
+        In a container, libraries see the machine's cores and memory, not the container's share. /dev/shm is
+        64 MiB by default. The checks of the processor and of memory use the container's own limits.
     How to mend it:
-        Nothing to mend; the limits are options of `docker run` (--cpus, --memory, --shm-size, --ulimit).
+        Nothing to fix. The limits are options of `docker run` (--cpus, --memory, --shm-size, --ulimit).
     """
     signs = [name for name, path in (("Docker", "/.dockerenv"), ("Podman", "/run/.containerenv")) if sight.text(path) is not None]
     signs += ["Kubernetes"] if sight.variable("KUBERNETES_SERVICE_HOST") else []

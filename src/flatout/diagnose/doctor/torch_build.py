@@ -1,4 +1,4 @@
-"""What this torch was built with and brings along: CUDA, cuDNN, NCCL, triton, NumPy, and whether they belong together."""
+"""Checks of torch's build and libraries: CUDA, cuDNN, NCCL, triton, NumPy, and whether they match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THEME = "torch"
 
 
 def build_of(sight: Sight) -> Mapping[str, Any] | None:
-    """The stage "build", or what version number alone tells where torch cannot be imported; None where neither is there."""
+    """The stage "build", or the data in the version number if torch cannot be imported, or None."""
     seen = sight.torch.get("build")
     if isinstance(seen, dict) and isinstance(seen.get("version"), str):
         return seen
@@ -27,42 +27,43 @@ def build_of(sight: Sight) -> Mapping[str, Any] | None:
 
 @question("FD012", THEME)
 def cuda_build(sight: Sight) -> Answer:
-    """torch was built for the device that is here.
+    """torch is built for this machine's device.
 
     Why it matters:
-        A CPU build on a machine with a GPU trains on the processor, tens of times as slow, or stops with "Torch not compiled with CUDA
-        enabled".
+        A CPU build on a machine with a GPU trains on the processor, tens of times slower, or stops with
+        "Torch not compiled with CUDA enabled".
     How to mend it:
-        Install a CUDA build that the driver supports: `pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126`.
+        Install a CUDA build that the driver supports: `pip install --force-reinstall torch --index-url
+        https://download.pytorch.org/whl/cu126`.
     """
     build, here = build_of(sight), gpu_is_here(sight)
     if build is None:
-        return unseen("which CUDA torch was built for could not be seen")
+        return unseen("the CUDA version of the torch build could not be determined")
     cuda = build.get("cuda")
     if build.get("hip"):
-        return note(f"torch {build['version']} was built for ROCm {build['hip']}; flatout knows CUDA and the CPU")
+        return note(f"torch {build['version']} was built for ROCm {build['hip']}; flatout supports CUDA and the CPU")
     if cuda is None and here:
         release, driver = versions().release(build["version"]), version(driver_version(sight))
         fitting = versions().build_for_driver(release, driver) if release and driver else None
         tag = fitting.tag if fitting else "cu126"
-        return problem(f"torch {build['version']} was built for the CPU alone, and there is an NVIDIA GPU", versions().install(build["version"], tag))
+        return problem(f"torch {build['version']} was built for the CPU only, and this machine has an NVIDIA GPU", versions().install(build["version"], tag))
     if cuda is not None and here is False:
-        return note(f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was seen: it trains on the processor; "
-                    "the build for the CPU is several GB smaller", versions().install(build["version"], "cpu"))
+        return note(f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
+                    "the CPU build is several GB smaller", versions().install(build["version"], "cpu"))
     if here is None:
-        return unseen(f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be seen")
+        return unseen(f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined")
     return ok(f"torch {build['version']}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
 
 
 @question("FD013", THEME, ["packages"])
 def one_of_each(sight: Sight) -> Answer:
-    """torch, triton and the CUDA libraries are there once, and of one CUDA.
+    """torch, triton and the CUDA libraries are installed once, for one CUDA version.
 
     Why it matters:
-        Two copies of torch on the path mix at the next upgrade. Wheels for CUDA 12 and for CUDA 13 side by side cost gigabytes, and the
-        loader may take a library of the wrong one.
+        Two copies of torch on the path get mixed at the next upgrade. Wheels for both CUDA 12 and CUDA 13
+        cost gigabytes, and the loader may pick a library of the wrong version.
     How to mend it:
-        Make a fresh environment, or remove what does not belong: `pip uninstall NAME`.
+        Create a fresh environment, or remove the packages that do not belong: `pip uninstall NAME`.
     """
     packages = sight.packages or []
     seen: dict[str, list[tuple[str, str]]] = {}
@@ -76,56 +77,58 @@ def one_of_each(sight: Sight) -> Answer:
             where = " and ".join(f"{number} in {folder}" for number, folder in found)
             return warning(f"{name} is installed {len(found)} times: {where}", f"pip uninstall {name}")
     if "pytorch_triton" in seen and "triton" in seen:
-        return warning("triton and pytorch_triton (of nightly builds) are both installed, and write the same files", "pip uninstall pytorch_triton triton")
+        return warning("triton and pytorch_triton (from nightly builds) are both installed and overwrite each other's files",
+                       "pip uninstall pytorch_triton triton")
     majors = {major: sorted(name for name in seen if name.endswith(f"_cu{major}")) for major in ("11", "12", "13")}
     used = [major for major, names in majors.items() if names]
     if len(used) > 1:
         build = build_of(sight)
         belongs = str((build or {}).get("cuda") or "").split(".")[0] or used[-1]
         wrong = [name.replace("_", "-") for major in used if major != belongs for name in majors[major]]
-        return warning(f"libraries of CUDA {' and '.join(used)} are both installed; torch uses those of CUDA {belongs}",
+        return warning(f"libraries for CUDA {' and '.join(used)} are installed together; torch uses those for CUDA {belongs}",
                        f"pip uninstall {' '.join(wrong)}", wrong)
-    return ok("torch, triton and the CUDA libraries are there once")
+    return ok("torch, triton and the CUDA libraries are installed once")
 
 
 @question("FD014", THEME, ["torch build", "torch cuda"])
 def cudnn(sight: Sight) -> Answer:
-    """cuDNN is there, and the one that this build was tested with.
+    """cuDNN is installed in the version that this build was tested with.
 
     Why it matters:
-        Convolutions and attention run in cuDNN. Without it torch falls back to slow kernels or stops; another version may be slower or wrong.
+        Convolutions and attention run in cuDNN. Without it torch falls back to slow kernels or stops. Another
+        version may be slower or wrong.
     How to mend it:
-        Install torch again, which brings its own: `pip install --force-reinstall torch`.
+        Reinstall torch, which installs its own cuDNN: `pip install --force-reinstall torch`.
     """
     build, seen = sight.torch["build"], sight.torch["cuda"]
     if build.get("cuda") is None and "cuda" in build:
-        return ok("not needed by a build for the CPU")
+        return ok("not needed by a CPU build")
     number = seen.get("cudnn")
     if number is None and "cudnn" in seen:
-        return problem("torch was built for CUDA and finds no cuDNN", reinstall(sight))
+        return problem("torch was built for CUDA but finds no cuDNN", reinstall(sight))
     if not isinstance(number, int) or number < 1000:
-        return unseen("torch did not say which cuDNN it has")
+        return unseen("torch did not report its cuDNN version")
     short = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number >= 90000 else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
     return _against(short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", sight)
 
 
 @question("FD015", THEME, ["torch build", "torch cuda"])
 def nccl(sight: Sight) -> Answer:
-    """NCCL is there, and the one that this build was tested with.
+    """NCCL is installed in the version that this build was tested with.
 
     Why it matters:
-        Several GPUs exchange gradients through NCCL. A system's own NCCL in its place is a frequent cause of hangs.
+        Several GPUs exchange gradients through NCCL. A system NCCL in its place is a frequent cause of hangs.
     How to mend it:
-        Install torch again, which brings its own: `pip install --force-reinstall torch`.
+        Reinstall torch, which installs its own NCCL: `pip install --force-reinstall torch`.
     """
     build, seen = sight.torch["build"], sight.torch["cuda"]
     if build.get("cuda") is None and "cuda" in build:
-        return ok("not needed by a build for the CPU")
+        return ok("not needed by a CPU build")
     number = seen.get("nccl")
     if number is None and "nccl" in seen:
         return note("this torch was built without NCCL: it cannot train on several GPUs", reinstall(sight))
     if version(number) is None:
-        return unseen("torch did not say which NCCL it has")
+        return unseen("torch did not report its NCCL version")
     return _against(str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", sight)
 
 
@@ -135,9 +138,9 @@ def _against(number: str, noun: str, place: tuple[Any, Any], field: str, sight: 
     expected = version(getattr(build, field)) if build else None
     here = version(number) or ()
     if expected is None:
-        return note(f"{noun} {number}; the table of versions does not know which one belongs to this build")
+        return note(f"{noun} {number}; flatout's version table does not list the version for this build")
     if here[:3] == expected[:3]:
-        return ok(f"{noun} {number}, the one this build was made with")
+        return ok(f"{noun} {number}, the version this build was made with")
     if here < expected[:3]:
         return warning(f"{noun} {number}; this build was made with {dotted(expected)}", reinstall(sight))
     return note(f"{noun} {number}; this build was made with {dotted(expected)}")
@@ -145,21 +148,22 @@ def _against(number: str, noun: str, place: tuple[Any, Any], field: str, sight: 
 
 @question("FD016", THEME, ["packages"])
 def triton(sight: Sight) -> Answer:
-    """triton is there for torch.compile.
+    """triton is installed for torch.compile.
 
     Why it matters:
-        On a GPU torch.compile writes Triton kernels; without triton it stops with an error. On the processor it writes C++ instead.
+        On a GPU torch.compile generates Triton kernels; without triton it stops with an error. On the
+        processor it generates C++ instead.
     How to mend it:
         `pip install triton`.
     """
     found = sight.distribution("triton") or sight.distribution("pytorch_triton")
     if found:
-        return ok(f"triton {found}") if version(found) else unseen(f"{found!r} is no version of triton")
+        return ok(f"triton {found}") if version(found) else unseen(f"{found!r} is not a version of triton")
     if sight.distribution("torch") is None:
         return unseen("torch is not installed")
     if gpu_is_here(sight):
-        return warning("triton is not installed: torch.compile cannot make kernels for the GPU", "pip install triton")
-    return note("triton is not installed; torch.compile needs it on a GPU only", "pip install triton")
+        return warning("triton is not installed: torch.compile cannot generate kernels for the GPU", "pip install triton")
+    return note("triton is not installed; torch.compile needs it only on a GPU", "pip install triton")
 
 
 @question("FD017", THEME, ["torch numpy"])
@@ -167,8 +171,8 @@ def numpy(sight: Sight) -> Answer:
     """NumPy and torch work together.
 
     Why it matters:
-        Most data sets hand over NumPy arrays. A torch built against NumPy 1 under NumPy 2 imports with a warning and fails at the first
-        conversion.
+        Most data sets return NumPy arrays. A torch built against NumPy 1 imports under NumPy 2 with a warning
+        and fails at the first conversion.
     How to mend it:
         `pip install --upgrade numpy torch`.
     """
@@ -177,48 +181,50 @@ def numpy(sight: Sight) -> Answer:
         return problem(f"torch cannot use NumPy: {seen['raised']}", "pip install --upgrade numpy torch", [str(w) for w in seen.get("warnings") or ()])
     if version(seen.get("version")) is None:
         if "why" in seen:
-            return note(f"NumPy is not there ({seen['why']}); data sets that give arrays need it", "pip install numpy")
-        return unseen("torch did not say which NumPy it has")
+            return note(f"NumPy is not installed ({seen['why']}); data sets that return arrays need it", "pip install numpy")
+        return unseen("torch did not report its NumPy version")
     if seen.get("works") is not True:
-        return unseen(f"NumPy {seen['version']}; whether torch can use it was not written")
+        return unseen(f"NumPy {seen['version']}; whether torch can use it was not recorded")
     return ok(f"NumPy {seen['version']}")
 
 
 @question("FD018", THEME, ["torch libraries", "python path"])
 def loaded_libraries(sight: Sight) -> Answer:
-    """The CUDA libraries that were loaded are torch's own, and one OpenMP.
+    """The loaded CUDA libraries are torch's own, with a single OpenMP.
 
     Why it matters:
-        LD_LIBRARY_PATH or LD_PRELOAD can put another CUDA's library in the place of the one that torch was tested with: wrong versions,
-        missing symbols, slow kernels. Two OpenMP runtimes in one process make twice as many threads as there are cores.
+        LD_LIBRARY_PATH or LD_PRELOAD can replace the library that torch was tested with by another CUDA's:
+        wrong versions, missing symbols, slow kernels. Two OpenMP runtimes in one process create twice as many
+        threads as there are cores.
     How to mend it:
-        `unset LD_LIBRARY_PATH`; keep one OpenMP.
+        `unset LD_LIBRARY_PATH`; keep a single OpenMP.
     """
     loaded = sight.torch["libraries"].get("loaded")
     if not isinstance(loaded, list) or not any("libtorch_cpu" in str(path) for path in loaded):
-        return unseen("which libraries were loaded was not written")
+        return unseen("the loaded libraries were not recorded")
     paths = [str(path) for path in loaded]
     own = tuple(str(folder).rstrip("/") + "/" for folder in sight.python["path"])
     foreign = [p for p in paths if not p.startswith(own) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)]
     if foreign:
-        return warning(f"{foreign[0]} was loaded, which is not torch's own", "unset LD_LIBRARY_PATH", foreign)
+        return warning(f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign)
     runtimes = sorted({found[0] for p in paths if (found := re.search(r"lib(gomp|iomp5|omp)\b", p))})
     copies = [p for p in paths if re.search(r"lib(gomp|iomp5|omp)\b", p)]
     if len(runtimes) > 1:
         return note(f"two OpenMP runtimes are loaded: {', '.join(runtimes)}", evidence=copies)
     cuda = [p for p in paths if "libcudart" in p]
-    return ok(f"libcudart from {cuda[0]}" if cuda else "no CUDA library was loaded, and none is needed")
+    return ok(f"libcudart from {cuda[0]}" if cuda else "no CUDA library is loaded, and none is needed")
 
 
 @question("FD019", THEME, ["packages", "python torch_requires"])
 def requirements(sight: Sight) -> Answer:
-    """The libraries that torch asks for are there, in the versions it asks for.
+    """The libraries that torch requires are installed in the required versions.
 
     Why it matters:
-        torch is built against one version of triton, cuDNN and NCCL. An upgrade of one of them alone (by another package, or by hand) is the
-        usual cause of undefined symbols and of torch.compile failing in strange ways.
+        torch is built against one version of triton, cuDNN and NCCL. Upgrading only one of them (through
+        another package, or manually) is the usual cause of undefined symbols and of obscure torch.compile
+        failures.
     How to mend it:
-        Install torch again, and pip brings what belongs to it: `pip install --force-reinstall torch`.
+        Reinstall torch, and pip installs the matching libraries: `pip install --force-reinstall torch`.
     """
     wrong, checked = [], 0
     for line in sight.python["torch_requires"]:
@@ -231,16 +237,19 @@ def requirements(sight: Sight) -> Answer:
         if have is None:
             wrong.append(f"{asked[1]} is not installed")
         elif not fits(have, asked[2]):
-            wrong.append(f"{asked[1]} {have} is installed, torch asks for {asked[2].strip()}")
+            wrong.append(f"{asked[1]} {have} is installed, torch requires {asked[2].strip()}")
     if wrong:
         return warning(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(sight), wrong)
     if not checked and (build_of(sight) or {"cuda": ""}).get("cuda") is not None:
-        return unseen("which libraries torch asks for could not be read")
-    return ok(f"{checked} libraries, as torch asks for them" if checked else "this build asks for no library of CUDA")
+        return unseen("torch's required libraries could not be read")
+    return ok(f"{checked} libraries as torch requires" if checked else "this build requires no CUDA library")
 
 
 def fits(have: str, asked: str) -> bool:
-    """Whether a version fits a specifier like "==9.24.0.43", "~=3.8.0" or "<14,>=13.0.3"; what is not understood fits (PEP 440, numbers alone)."""
+    """Whether a version fits a specifier like "==9.24.0.43" or "<14,>=13.0.3" (PEP 440, numbers only).
+
+    A specifier that is not understood fits.
+    """
     here = _padded(version(have) or ())
     for clause in asked.split(","):
         found = re.match(r"\s*(==|~=|>=|<=|<|>)\s*([\d.]+)", clause)

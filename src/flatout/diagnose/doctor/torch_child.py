@@ -1,7 +1,7 @@
-"""Imports torch and writes down what it says of itself: ``python -m flatout.diagnose.doctor.torch_child FILE``.
+"""Imports torch and records what it reports: ``python -m flatout.diagnose.doctor.torch_child FILE``.
 
-Runs in a child of `flatout doctor`, because a broken torch may raise, crash or hang. One JSON object a line, written as soon as it is
-known, so that the parent sees how far it came.
+Runs in a child process of `flatout doctor`, because a broken torch may raise, crash or hang. Writes one JSON
+object per line at once, so that the parent sees how far the child got.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIBRARY = re.compile(r"(/\S*/lib(?:cudart|cublas|cublasLt|cudnn|nccl|nvrtc|cuda|
 
 
 def look(write: Callable[..., None]) -> None:
-    """Each stage is one line; what raises is written instead of its stage."""
+    """Writes one line per stage; an exception replaces the result of its stage."""
     import importlib.util
 
     found = importlib.util.find_spec("torch")
@@ -42,7 +42,7 @@ def look(write: Callable[..., None]) -> None:
             warnings.simplefilter("always")
             try:
                 answer = ask(torch)
-            except Exception as error:  # a half-installed torch lacks what every other has
+            except Exception as error:  # a partial installation of torch may lack anything
                 answer = {"raised": f"{type(error).__name__}: {error}"}
         write(stage=stage, **answer, warnings=[str(warning.message) for warning in heard])
 
@@ -58,7 +58,7 @@ def _host(torch: Any) -> dict[str, Any]:
 
 
 def _libraries(torch: Any) -> dict[str, Any]:
-    """Which files were really loaded: the loader's own answer, not what the search path promises."""
+    """The files that were really loaded, according to the kernel instead of the search path."""
     return {"loaded": sorted(set(LIBRARY.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))))}
 
 

@@ -1,4 +1,4 @@
-"""Whether torch can be imported; where it cannot, why, from the family of the loader's or Python's own message."""
+"""Checks whether torch can be imported, and explains failures from the loader's or Python's message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW_IMPORT_S = 15.0
 
 @dataclass(frozen=True)
 class Family:
-    """One way in which an import fails. ``said`` and ``mend`` are made of the message's own parts."""
+    """One kind of import failure. ``said`` and ``mend`` use the parts of the message."""
 
     pattern: re.Pattern[str]
     said: Callable[[re.Match[str], Sight], str]
@@ -27,13 +27,13 @@ class Family:
 
 
 def reinstall(sight: Sight) -> str:
-    """The command that puts the same torch in place again, with the libraries that belong to it."""
+    """The command that reinstalls the same torch with its libraries."""
     wanted = version(sight.distribution("torch"))
     return f"pip install --force-reinstall torch=={dotted(wanted)}" if wanted else "pip install --force-reinstall torch"
 
 
 def _wheel_of(library: str) -> str:
-    """The wheel that brings a CUDA library: by the library's noun and the major version in its name where NVIDIA puts CUDA's there."""
+    """The wheel that contains a CUDA library, by the name of the library."""
     noun = re.match(r"lib([a-zA-Z]+)", library)
     names = {"cudart": "nvidia-cuda-runtime", "cublas": "nvidia-cublas", "cublasLt": "nvidia-cublas", "cudnn": "nvidia-cudnn", "nccl": "nvidia-nccl",
              "nvrtc": "nvidia-cuda-nvrtc", "cupti": "nvidia-cuda-cupti", "cufft": "nvidia-cufft", "curand": "nvidia-curand", "cusolver": "nvidia-cusolver",
@@ -46,10 +46,10 @@ def _missing(found: re.Match[str], sight: Sight) -> str:
     library = found["library"]
     if wheel := _wheel_of(library):
         have = [f"{name} {number} in {folder}" for name, number, folder in sight.packages or () if name.startswith(wheel.replace("-", "_"))]
-        where = f"{wheel} is installed ({have[0]}), but this library is not where torch looks" if have else f"{wheel} is not installed"
+        where = f"{wheel} is installed ({have[0]}), but this library is not on torch's search path" if have else f"{wheel} is not installed"
         return f"{library}, which torch needs, was not found: {where}"
     if library.startswith(("libtorch", "libc10", "libshm")):
-        return f"{library} is a part of torch itself and was not found: the installation is not whole, or a module was built for another torch"
+        return f"{library} is a part of torch itself and was not found: the installation is incomplete, or a module was built for another torch"
     return f"{library}, which torch needs from the system, was not found"
 
 
@@ -66,7 +66,7 @@ def _mend_missing(found: re.Match[str], sight: Sight) -> str:
 
 def _too_old(found: re.Match[str], sight: Sight) -> str:
     have = (sight.python.get("libc") or ["", ""])[1] or "older"
-    return f"{found['needs']} needs glibc {found['version']}, this system has {have}"
+    return f"{found['needs']} needs glibc {found['version']}; this system has {have}"
 
 
 def _newer_glibc(found: re.Match[str], sight: Sight) -> str:
@@ -74,7 +74,7 @@ def _newer_glibc(found: re.Match[str], sight: Sight) -> str:
 
 
 def _symbol(found: re.Match[str], sight: Sight) -> str:
-    return f"{found['where']} asks for the symbol {found['symbol']}, which the library that was loaded does not have: two versions are mixed"
+    return f"{found['where']} needs the symbol {found['symbol']}, which the loaded library does not have: two versions are mixed"
 
 
 def _mixed_path(found: re.Match[str], sight: Sight) -> str:
@@ -82,13 +82,13 @@ def _mixed_path(found: re.Match[str], sight: Sight) -> str:
 
 
 def _no_compiled_part(found: re.Match[str], sight: Sight) -> str:
-    """torch's compiled module has the Python it is for in its name: _C.cpython-311-x86_64-linux-gnu.so."""
+    """Explains a missing compiled module, named after its Python: _C.cpython-311-x86_64-linux-gnu.so."""
     seen = sight.torch.get("found") or {}
     compiled, here = [str(name) for name in seen.get("compiled") or ()], str(sight.python.get("soabi") or "this Python")
     where = ", ".join(map(str, seen.get("places") or ["a folder"]))
     if compiled and not any(here in name for name in compiled):
         return f"torch in {where} was built for another Python ({', '.join(name.split('.')[1] for name in compiled)}); this one is {here}"
-    return f"torch in {where} has no compiled part: it is the source of torch, and not an installation of it"
+    return f"torch in {where} has no compiled part: it is torch's source code, not an installation"
 
 
 def _mend_compiled_part(found: re.Match[str], sight: Sight) -> str:
@@ -101,19 +101,19 @@ FAMILIES = (
     Family(re.compile(r"(?P<library>lib[\w+.-]+\.so[.\d]*): cannot open shared object file"), _missing, _mend_missing),
     Family(re.compile(r"version [`'](?P<kind>GLIBC)_(?P<version>[\d.]+)' not found \(required by (?P<needs>[^)]+)\)"), _too_old, _newer_glibc),
     Family(re.compile(r"version [`'](?P<kind>GLIBCXX|CXXABI)_(?P<version>[\d.]+)' not found \(required by (?P<needs>[^)]+)\)"),
-           lambda m, s: f"{m['needs']} needs {m['kind']} {m['version']}: the libstdc++ that was loaded is older than torch",
+           lambda m, s: f"{m['needs']} needs {m['kind']} {m['version']}: the loaded libstdc++ is older than torch needs",
            lambda m, s: "conda install -c conda-forge libstdcxx-ng" if s.variable("CONDA_PREFIX") else "unset LD_LIBRARY_PATH"),
     Family(re.compile(r"(?P<where>\S+): (?:undefined symbol|symbol lookup error)[: ]+(?P<symbol>[^\s,]+)"), _symbol, _mixed_path),
     Family(re.compile(r"(?P<where>\S+): (?P<why>file too short|invalid ELF header|ELF load command[\w ]*|cannot read file data[^\n]*|wrong ELF class[^\n]*)"),
-           lambda m, s: f"{m['where']} is no whole library ({m['why'].strip()})",
+           lambda m, s: f"{m['where']} is not a complete library ({m['why'].strip()})",
            lambda m, s: "unset LD_LIBRARY_PATH" if s.libraries and any(m["where"].startswith(folder) for folder in s.libraries) else reinstall(s)),
     Family(re.compile(r"cannot enable executable stack|failed to map segment from shared object|cannot allocate memory in static TLS block"),
-           lambda m, s: f"the loader refused a library of torch ({m[0]})", lambda m, s: "mount | grep noexec"),
+           lambda m, s: f"the loader rejected a library of torch ({m[0]})", lambda m, s: "mount | grep noexec"),
     Family(re.compile(r"compiled using NumPy 1\.x cannot be run in|numpy\.core\.multiarray failed to import|_ARRAY_API not found|numpy\.dtype size changed"),
            lambda m, s: f"a module was built against another NumPy than {s.distribution('numpy') or 'the one'} that is installed",
            lambda m, s: "pip install --upgrade --force-reinstall numpy torch"),
     Family(re.compile(r"partially initialized module ['\"]?(?P<module>[\w.]+)"),
-           lambda m, s: f"a file in {s.working_folder} takes the place of {m['module'].split('.')[0]} while it is being imported",
+           lambda m, s: f"a file in {s.working_folder} shadows {m['module'].split('.')[0]} during its import",
            lambda m, s: f"ls {s.working_folder}"),
     Family(re.compile(r"No module named ['\"]torch\._C[\w.]*|Failed to load PyTorch C extensions"), _no_compiled_part, _mend_compiled_part),
     Family(re.compile(r"No module named ['\"](?P<module>[\w.]+)"), lambda m, s: f"torch needs the module {m['module']}, which is not installed",
@@ -126,10 +126,10 @@ def torch_imports(sight: Sight) -> Answer:
     """`import torch` works.
 
     Why it matters:
-        Nothing trains without it. Tried in a child process with a time limit, so that a torch that crashes or hangs can be told from one
-        that is missing.
+        No training runs without torch. The import runs in a child process with a time limit, so that a crash
+        or a hang is told apart from a missing torch.
     How to mend it:
-        The command depends on why it failed, and is given with the cause; most often `pip install --force-reinstall torch`.
+        The command depends on the cause and is given with it; usually `pip install --force-reinstall torch`.
     """
     run = sight.runs["import torch"]
     found, done, failed = sight.torch.get("found"), sight.torch.get("imported"), sight.torch.get("import failed")
@@ -138,38 +138,38 @@ def torch_imports(sight: Sight) -> Answer:
         return _failed(failed, sight)
     if isinstance(found, dict) and not found.get("origin") and not found.get("places"):
         if sight.distribution("torch"):
-            return problem("torch is listed as installed, but its files are not there", reinstall(sight))
+            return problem("torch is listed as installed, but its files are missing", reinstall(sight))
         return problem("torch is not installed for this Python", "pip install torch")
     if isinstance(done, dict):
         file, took = done.get("file"), done.get("import_s")
         if file is None:
             places = (found or {}).get("places") if isinstance(found, dict) else None
-            return problem(f"`import torch` found an empty folder ({', '.join(map(str, places or ['no file']))}) and no torch",
+            return problem(f"`import torch` found an empty folder ({', '.join(map(str, places or ['no file']))}) instead of torch",
                            "pip install --force-reinstall torch")
         strange = (sight.torch.get("build") or {}).get("raised")
         if strange:
-            return problem(f"what `import torch` found at {file} is not torch: {strange}", reinstall(sight))
+            return problem(f"the module that `import torch` found at {file} is not torch: {strange}", reinstall(sight))
         if not isinstance(took, (int, float)):
-            return unseen("how long the import took was not written")
+            return unseen("the import time was not recorded")
         if took > SLOW_IMPORT_S:
-            return warning(f"`import torch` took {took:.0f} s from {file}: its folder is slow to read",
+            return warning(f"`import torch` took {took:.0f} s from {file}: its folder is on a slow disk",
                            "python -m venv /tmp/venv && /tmp/venv/bin/pip install torch")
         return fine(f"imported from {file} in {took:.1f} s")
     if run.timed_out:
-        return problem("`import torch` had not ended when it was stopped: a slow disk, or a driver that does not answer",
+        return problem("`import torch` did not finish within the time limit: a slow disk, or a driver that does not answer",
                        "python -X faulthandler -c 'import torch'", tail)
     if run.code is not None and run.code < 0:
         name = signal.Signals(-run.code).name if -run.code in set(signal.Signals) else f"signal {-run.code}"
-        return problem(f"`import torch` was ended by {name}" + (": the processor lacks an instruction that this build uses" if name == "SIGILL" else ""),
+        return problem(f"`import torch` was ended by {name}" + (": the processor lacks an instruction of this build" if name == "SIGILL" else ""),
                        reinstall(sight), tail)
     if run.code:
-        return problem(f"the child that imports torch ended before it came to that: {tail[-1] if tail else f'exit code {run.code}'}",
+        return problem(f"the child process that imports torch ended before the import: {tail[-1] if tail else f'exit code {run.code}'}",
                        "python -c 'import torch'", tail)
-    return unseen("the child that imports torch wrote nothing")
+    return unseen("the child process that imports torch wrote nothing")
 
 
 def _failed(failed: dict[str, object], sight: Sight) -> Answer:
-    """The cause from the message; the loader's words come first, then Python's."""
+    """The cause according to the message, first of the loader, then of Python."""
     message, kind = str(failed.get("message", "")), str(failed.get("kind", ""))
     trace = str(failed.get("traceback", ""))
     evidence = _where(trace)
@@ -181,24 +181,24 @@ def _failed(failed: dict[str, object], sight: Sight) -> Answer:
 
 
 def _where(trace: str) -> list[str]:
-    """The innermost frame of a traceback, and what was raised there."""
+    """The innermost frame of a traceback and the exception."""
     lines = [line for line in trace.splitlines() if line.strip() and set(line.strip()) != {"^"}]
     frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
     return lines[frames[-1]:][:6] if frames else lines[-6:]
 
 
 def _first(message: str) -> str:
-    """The first line that says something."""
+    """The first line that is not empty."""
     return next((line.strip() for line in message.splitlines() if line.strip()), "no message").rstrip(":.")
 
 
 @question("FD011", THEME, ["packages"])
 def torch_version(sight: Sight) -> Answer:
-    """torch is a release that flatout knows.
+    """flatout supports this torch release.
 
     Why it matters:
-        flatout enters the torch that is there. It is tested with torch 2.11 to 2.14; an older one lacks what it hooks into, and of a newer
-        one the table of versions says nothing.
+        flatout hooks into the installed torch. It is tested with torch 2.11 to 2.14. An older torch lacks the
+        hooks, and the version table has no data on a newer one.
     How to mend it:
         `pip install "torch>=2.11,<2.15"`.
     """
@@ -206,9 +206,9 @@ def torch_version(sight: Sight) -> Answer:
     text = seen.get("version") if isinstance(seen, dict) else sight.distribution("torch")
     here, table = version(text), versions()
     if here is None:
-        return unseen("no version of torch could be read" if text else "torch is not installed")
+        return unseen("torch's version could not be read" if text else "torch is not installed")
     if table.newer_than_all(str(text)):
-        return warning(f"torch {text} is newer than the table of versions, which ends with {table.releases[0].torch}: what fits it is not known here",
+        return warning(f"torch {text} is newer than flatout's version table, which ends with {table.releases[0].torch}: its requirements are unknown",
                        "pip install --upgrade flatout")
     if not table.torch_min <= here[:2] <= table.torch_max:
         return warning(f"torch {text}; flatout is tested with {dotted(table.torch_min)} to {dotted(table.torch_max)}",

@@ -1,4 +1,7 @@
-"""What fits what: torch, its CUDA builds, Python, drivers, GPUs, glibc. The facts are in versions.json, each row with its source and date."""
+"""Compatible versions of torch, CUDA builds, Python, drivers, GPUs and glibc.
+
+The data is in versions.json, each row with its source and date.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Build:
-    """One CUDA build of a torch release; what no source names is None. Capabilities are those of the wheel for x86-64."""
+    """One CUDA build of a torch release. Unknown values are None. Capabilities are for the x86-64 wheel."""
 
     cuda: str
     cudnn: str | None
@@ -46,12 +49,12 @@ class Versions:
     releases: tuple[Release, ...]  # newest first
     drivers: dict[int, tuple[int, ...]]  # by CUDA's major version
     index: str
-    torch_min: tuple[int, ...]  # that this flatout enters
+    torch_min: tuple[int, ...]  # supported by this flatout
     torch_max: tuple[int, ...]
     python_min: tuple[int, ...]
 
     def release(self, torch: str | None) -> Release | None:
-        """Of any patch release; None for one that the table does not know."""
+        """The release of any patch version, or None if the table does not have it."""
         wanted = version(torch)
         return next((r for r in self.releases if wanted and version(r.torch) == wanted[:2]), None)
 
@@ -60,12 +63,12 @@ class Versions:
         return wanted is not None and newest is not None and wanted[:2] > newest
 
     def driver_for(self, cuda: str | None) -> tuple[int, ...] | None:
-        """The oldest driver on Linux that runs what was built with this CUDA, by minor version compatibility."""
+        """The oldest Linux driver that runs this CUDA version, by minor version compatibility."""
         wanted = version(cuda)
         return self.drivers.get(wanted[0]) if wanted else None
 
     def build_for_driver(self, release: Release, driver: tuple[int, ...]) -> Build | None:
-        """The newest CUDA build of a release that a driver runs."""
+        """The newest CUDA build of a release that a driver supports."""
         fitting = [b for b in release.builds if (least := self.driver_for(b.cuda)) is not None and driver >= least]
         return max(fitting, key=lambda b: version(b.cuda) or (), default=None)
 
@@ -93,7 +96,7 @@ def versions() -> Versions:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Raises ValueError for a row that is not a version: the table is ours."""
+    """Parses a version of the table. Raises ValueError for an invalid row."""
     found = version(text)
     if found is None:
         raise ValueError(f"{text!r} in {TABLE.name} is not a version")

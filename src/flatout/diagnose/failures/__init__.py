@@ -1,11 +1,15 @@
-"""The kinds of failure, families in a file each. Adding one is one function and one line here; its code never changes."""
+"""The table of known failures, with one module for each family.
+
+To add a failure, write a function and add a line here. The codes never change.
+"""
 
 from flatout.diagnose.failures import accelerator, autograd, checkpoints, compiling, devices, dtypes, layers, loading, losses, meeting, memory, ranks, shapes
 from flatout.diagnose.kind import Kind
 
-# By the digits of the codes that begin with them.
-FAMILIES = {"00": "Devices", "01": "Number formats", "02": "Sizes", "03": "Losses and look-ups", "04": "Room, and sudden deaths", "05": "CUDA's libraries",
-            "06": "The backward pass and the step", "07": "Loaders and processes", "08": "Ranks", "09": "Checkpoints", "10": "Compiling and extensions"}
+# Family titles by the first two digits of the code.
+FAMILIES = {"00": "Devices", "01": "Dtypes", "02": "Shapes", "03": "Losses and look-ups", "04": "Memory, resources and crashes", "05": "CUDA libraries",
+            "06": "The backward pass and the optimizer step", "07": "Data loaders and processes", "08": "Distributed training", "09": "Checkpoints",
+            "10": "torch.compile and extensions"}
 
 TABLE: tuple[Kind, ...] = (
     devices.not_redirected,

@@ -1,4 +1,4 @@
-"""Failures inside CUDA's own libraries."""
+"""Failures inside the CUDA libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ def cudnn_error(failure: FailureRecord) -> Answer | None:
     """cuDNN reports an error.
 
     What:
-        The library behind convolutions, recurrent layers and some attention refused or failed.
+        The library behind convolutions, recurrent layers and some attention kernels reported an error.
     Why it happens:
-        Often the GPU's memory is full (NOT_INITIALIZED, ALLOC_FAILED, INTERNAL_ERROR), or an earlier kernel failed (EXECUTION_FAILED,
-        MAPPING_ERROR), or another cuDNN on LD_LIBRARY_PATH hides the one that torch brings, or sizes or formats are not supported.
+        Often the GPU's memory is full (NOT_INITIALIZED, ALLOC_FAILED, INTERNAL_ERROR) or an earlier kernel
+        failed (EXECUTION_FAILED, MAPPING_ERROR). Or another cuDNN on LD_LIBRARY_PATH hides torch's own,
+        or sizes or dtypes are not supported.
     How to mend it:
-        `nvidia-smi` for the memory; `CUDA_LAUNCH_BLOCKING=1` for the true line; `unset LD_LIBRARY_PATH`. `torch.backends.cudnn.enabled = False`
-        shows whether cuDNN is to blame.
+        `nvidia-smi` shows the memory, `CUDA_LAUNCH_BLOCKING=1` the real line. Run `unset LD_LIBRARY_PATH`.
+        `torch.backends.cudnn.enabled = False` shows whether cuDNN is the cause.
     Sources:
         https://docs.pytorch.org/docs/stable/backends.html#module-torch.backends.cudnn
     """
@@ -36,15 +37,15 @@ def cudnn_error(failure: FailureRecord) -> Answer | None:
     where = f" in {layer(failure)}" if layer(failure) else ""
     if "incompatib" in status:
         return Answer(
-            f"another cuDNN than torch brings was loaded: {found['why'][:160]}", "unset LD_LIBRARY_PATH   # or take the folder with the other cuDNN out of it"
+            f"a cuDNN other than torch's own was loaded: {found['why'][:160]}", "unset LD_LIBRARY_PATH   # or remove the folder with the other cuDNN from it"
         )
     memory = any(word in status for word in ("NOT_INITIALIZED", "ALLOC_FAILED", "INTERNAL_ERROR", "engine", "algorithm"))
     reason = "most often the GPU's memory is full" if memory else "most often an earlier kernel failed, or the sizes are not supported"
     return Answer(
         f"cuDNN reports {status}{where}; {reason}",
-        "nvidia-smi                                        # is the memory full? then a smaller batch\n"
-        "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the true line\n"
-        "unset LD_LIBRARY_PATH                             # another cuDNN may hide the one that torch brings",
+        "nvidia-smi                                        # is the memory full? then use a smaller batch\n"
+        "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the real line\n"
+        "unset LD_LIBRARY_PATH                             # another cuDNN may hide torch's own",
     )
 
 
@@ -53,12 +54,14 @@ def cublas_error(failure: FailureRecord) -> Answer | None:
     """cuBLAS reports an error.
 
     What:
-        The library behind matrix products refused or failed.
+        The library behind matrix products reported an error.
     Why it happens:
-        ALLOC_FAILED and NOT_INITIALIZED: the GPU's memory is full. EXECUTION_FAILED and INTERNAL_ERROR: an earlier kernel failed, very often
-        a label or a token out of range. INVALID_VALUE and NOT_SUPPORTED: another cuBLAS on LD_LIBRARY_PATH, or sizes that do not fit.
+        ALLOC_FAILED and NOT_INITIALIZED: the GPU's memory is full. EXECUTION_FAILED and INTERNAL_ERROR: an
+        earlier kernel failed, very often because a label or a token is out of range. INVALID_VALUE and
+        NOT_SUPPORTED: another cuBLAS on LD_LIBRARY_PATH, or sizes that do not fit.
     How to mend it:
-        Run one step on the CPU, where an index out of range is named; `CUDA_LAUNCH_BLOCKING=1`; `unset LD_LIBRARY_PATH`.
+        Run one step on the CPU, which names an index out of range. Use `CUDA_LAUNCH_BLOCKING=1` and `unset
+        LD_LIBRARY_PATH`.
     Sources:
         https://docs.nvidia.com/cuda/cublas/#cublasstatus-t
     """
@@ -72,9 +75,9 @@ def cublas_error(failure: FailureRecord) -> Answer | None:
         return None
     status, where = found["status"], f" in {layer(failure)}" if layer(failure) else ""
     if "ALLOC_FAILED" in status or "NOT_INITIALIZED" in status:
-        reason, first = "most often the GPU's memory is full", "nvidia-smi                                  # is the memory full? then a smaller batch\n"
+        reason, first = "most often the GPU's memory is full", "nvidia-smi                                  # is the memory full? then use a smaller batch\n"
     elif "INVALID_VALUE" in status or "NOT_SUPPORTED" in status:
-        reason, first = "most often another cuBLAS is loaded than torch brings", "unset LD_LIBRARY_PATH\n"
+        reason, first = "most often a cuBLAS other than torch's own is loaded", "unset LD_LIBRARY_PATH\n"
     else:
         reason, first = (
             "most often an earlier kernel failed: a label or a token out of range",
@@ -82,21 +85,23 @@ def cublas_error(failure: FailureRecord) -> Answer | None:
         )
     return Answer(
         f"cuBLAS reports {status} in `{found['call'] or 'a product'}`{where}; {reason}",
-        first + "CUDA_LAUNCH_BLOCKING=1 python train.py       # shows the true line",
+        first + "CUDA_LAUNCH_BLOCKING=1 python train.py       # shows the real line",
     )
 
 
 @kind("FE052", "illegal-memory-access")
 def illegal_memory_access(failure: FailureRecord) -> Answer | None:
-    """A kernel read or wrote where it must not.
+    """A kernel accessed memory outside its bounds.
 
     What:
-        A kernel touched memory that is not its own. The GPU tells it late, and nothing more can be done with it in this process.
+        A kernel accessed memory that it does not own. The GPU reports it late, and this process can no longer
+        use the GPU.
     Why it happens:
-        An index out of range that no assertion guards, a custom kernel (or an extension built for another GPU or torch), tensors of two devices
-        in one kernel, or a tensor of more than 2^31 elements in a kernel that counts with 32 bits.
+        An index is out of range and no assertion guards it. A custom kernel is wrong, or an extension was
+        built for another GPU or torch. One kernel gets tensors of two devices, or a tensor of more than 2^31
+        elements with 32-bit indices.
     How to mend it:
-        `CUDA_LAUNCH_BLOCKING=1` shows the true line, `compute-sanitizer python train.py` the kernel.
+        `CUDA_LAUNCH_BLOCKING=1` shows the real line, `compute-sanitizer python train.py` the kernel.
     Sources:
         https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer/index.html
     """
@@ -110,24 +115,26 @@ def illegal_memory_access(failure: FailureRecord) -> Answer | None:
     )
     if found is None:
         return None
-    where = f" ({layer(failure)} was running when it was told)" if layer(failure) else ""
+    where = f" ({layer(failure)} was running when the GPU reported it)" if layer(failure) else ""
     return Answer(
-        f"a kernel read or wrote outside of its memory{where}; the line below may be a later one",
-        "CUDA_LAUNCH_BLOCKING=1 python train.py        # shows the true line\ncompute-sanitizer python train.py             # names the kernel\n"
-        "run one step on the CPU                       # it names an index that is out of range",
+        f"a kernel read or wrote outside of its memory{where}; the real error may be before the line below",
+        "CUDA_LAUNCH_BLOCKING=1 python train.py        # shows the real line\ncompute-sanitizer python train.py             # names the kernel\n"
+        "run one step on the CPU                       # the CPU names an index that is out of range",
     )
 
 
 @kind("FE053", "gpu-fault")
 def gpu_fault(failure: FailureRecord) -> Answer | None:
-    """The GPU itself failed.
+    """The GPU or its driver reported a fault.
 
     What:
-        The hardware or its driver reported a fault: memory that cannot be corrected, a GPU that fell off the bus, a launch that failed.
+        The hardware or its driver reported a fault: an uncorrectable memory error, a GPU that fell off the
+        bus, a failed launch.
     Why it happens:
-        Heat, power, a defect; sometimes a kernel that ran into a time limit of a desktop's driver.
+        Heat, power or a defect; sometimes a kernel exceeds the time limit of a desktop's driver.
     How to mend it:
-        `dmesg | grep -i xid` names the fault; `nvidia-smi -q -d ECC,PAGE_RETIREMENT` the memory's state. Take the GPU out of use until then.
+        `dmesg | grep -i xid` names the fault, and `nvidia-smi -q -d ECC,PAGE_RETIREMENT` shows the state of
+        the memory. Do not use the GPU until the fault is known.
     Sources:
         https://docs.nvidia.com/deploy/xid-errors/
     """
@@ -143,13 +150,13 @@ def gpu_fault(failure: FailureRecord) -> Answer | None:
     xid = near(failure, r"NVRM: Xid.{0,40}: (?P<number>\d+)")
     if "busy or unavailable" in what:
         return Answer(
-            "the GPU is taken: another process has it for itself (exclusive mode), or a MIG slice is missing",
-            "nvidia-smi -q | grep -i 'compute mode'; nvidia-smi   # who has it?",
+            "the GPU is in use: another process has exclusive access, or a MIG slice is missing",
+            "nvidia-smi -q | grep -i 'compute mode'; nvidia-smi   # which process uses it?",
         )
     number = f" (Xid {xid['number']})" if xid else ""
     return Answer(
         f"the GPU or its driver reports: {what}{number}",
         "dmesg | grep -i xid                              # names the fault\n"
-        "nvidia-smi -q -d ECC,PAGE_RETIREMENT,TEMPERATURE   # the memory's state, the heat\nCUDA_LAUNCH_BLOCKING=1 python train.py         "
-        "    # does it come at one and the same line?",
+        "nvidia-smi -q -d ECC,PAGE_RETIREMENT,TEMPERATURE   # shows memory errors and the temperature\nCUDA_LAUNCH_BLOCKING=1 python train.py         "
+        "    # does it always fail at the same line?",
     )

@@ -1,4 +1,4 @@
-"""Failures of the backward pass and of the step: no graph, a graph that is gone or was changed, values that are no numbers."""
+"""Failures of the backward pass and the optimizer step: missing, freed or modified graphs, and NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.plan.findings import Place
 
 
 def operation(node: str) -> str:
-    """``ExpBackward0`` as the operation that a person wrote: ``Exp``."""
+    """The operation behind an autograd node: ``ExpBackward0`` gives ``Exp``."""
     return re.sub(r"Backward\d*$", "", node)
 
 
@@ -29,15 +29,17 @@ def forward_call(failure: FailureRecord) -> Place | None:
 
 @kind("FE060", "loss-without-grad")
 def loss_without_grad(failure: FailureRecord) -> Answer | None:
-    """A loss that no parameter took part in.
+    """The loss has no autograd graph.
 
     What:
         `backward()` was called on a tensor without a graph.
     Why it happens:
-        The forward pass ran under `torch.no_grad()` or `inference_mode`, the loss went through `.item()`, `.detach()`, `.numpy()` or
-        `torch.tensor(...)`, all parameters are frozen, or an `argmax` (which has no gradient) stands in between.
+        The forward pass ran under `torch.no_grad()` or `inference_mode`. The loss went through `.item()`,
+        `.detach()`, `.numpy()` or `torch.tensor(...)`. All parameters are frozen. Or an `argmax`, which has
+        no gradient, lies between the output and the loss.
     How to mend it:
-        Compute the loss from the model's output without leaving torch; check that `any(p.requires_grad for p in model.parameters())`.
+        Compute the loss from the model's output with torch operations only. Check that
+        `any(p.requires_grad for p in model.parameters())` is true.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
@@ -52,31 +54,32 @@ def loss_without_grad(failure: FailureRecord) -> Answer | None:
         return None
     if found["inference"]:
         return Answer(
-            "a tensor that was made under `torch.inference_mode()` is used where gradients are wanted",
-            "with torch.no_grad(): ...   # in place of inference_mode, where the result is used in training\nx = x.clone()               # outside of it",
+            "a tensor created under `torch.inference_mode()` is used where gradients are needed",
+            "with torch.no_grad(): ...   # instead of inference_mode, if the result is used in training\nx = x.clone()               # outside inference_mode",
         )
     names = [tensor.name for tensor in on_own_line(failure) if not tensor.requires_grad]
     name = f"`{names[0]}`" if names else "the loss"
     return Answer(
-        f"{name} has no graph: no parameter that requires a gradient took part in it",
-        "print(loss.requires_grad, loss.grad_fn)   # after each step from the model's output to the loss: where does it get lost?\n"
-        "look for torch.no_grad(), .detach(), .item(), torch.tensor(...), argmax between model and loss, and for frozen parameters",
+        f"{name} has no autograd graph: it depends on no parameter that requires a gradient",
+        "print(loss.requires_grad, loss.grad_fn)   # after each step from the model's output to the loss, to see where the graph is lost\n"
+        "look for torch.no_grad(), .detach(), .item(), torch.tensor(...) and argmax between model and loss, and for frozen parameters",
         seen(on_own_line(failure)),
     )
 
 
 @kind("FE061", "backward-twice")
 def backward_twice(failure: FailureRecord) -> Answer | None:
-    """A graph that is gone.
+    """The graph has already been freed.
 
     What:
-        A backward pass went through a graph whose buffers an earlier one had freed.
+        A backward pass went through a graph whose buffers an earlier backward pass had freed.
     Why it happens:
-        A hidden state (of an RNN, of a memory) is carried from step to step with its graph; two losses share a part of the forward pass and
-        are walked one by one; or `loss` is kept and added to.
+        A hidden state (of an RNN or a memory) keeps its graph from step to step. Two losses share part of the
+        forward pass and call `backward()` separately. Or `loss` is accumulated across steps with its graph.
     How to mend it:
-        `hidden = hidden.detach()` between steps; `(loss_a + loss_b).backward()` for two losses. `retain_graph=True` only where the same graph
-        really is walked twice: it keeps all of its memory.
+        Call `hidden = hidden.detach()` between steps, and `(loss_a + loss_b).backward()` for two losses. Use
+        `retain_graph=True` only if the same graph really needs two backward passes: it keeps all of the
+        graph's memory.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
@@ -84,26 +87,28 @@ def backward_twice(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     return Answer(
-        "a backward pass went through a graph that an earlier one had freed",
-        "hidden = hidden.detach()              # a state that is carried from step to step\n"
-        "(loss_a + loss_b).backward()          # two losses of one forward pass: together\n"
-        "loss.backward(retain_graph=True)      # only where the same graph really is walked twice",
+        "a backward pass went through a graph that an earlier backward pass had freed",
+        "hidden = hidden.detach()              # for a state that is kept from step to step\n"
+        "(loss_a + loss_b).backward()          # for two losses of one forward pass\n"
+        "loss.backward(retain_graph=True)      # only if the same graph really needs two backward passes",
         seen(on_own_line(failure)),
     )
 
 
 @kind("FE062", "changed-in-place")
 def changed_in_place(failure: FailureRecord) -> Answer | None:
-    """A tensor that the backward pass needs was changed in place.
+    """A tensor needed by the backward pass was modified in place.
 
     What:
-        An operation kept its input or output for the gradient, and it was written over before the backward pass came.
+        An operation saved its input or output for the gradient, and the tensor was overwritten before the
+        backward pass.
     Why it happens:
-        `x += ...`, `x[...] = ...`, `relu_`, `inplace=True` after an operation that needs its output (exp, sigmoid, tanh, softmax); or
-        `optimizer.step()` between a forward pass and its backward pass (GANs, several losses).
+        `x += ...`, `x[...] = ...`, `relu_` or `inplace=True` follows an operation that needs its output (exp,
+        sigmoid, tanh, softmax). Or `optimizer.step()` runs between a forward pass and its backward pass
+        (GANs, several losses).
     How to mend it:
-        Write out of place (`x = x + ...`), drop `inplace=True`, and step only after all backward passes of a forward pass.
-        `torch.autograd.set_detect_anomaly(True)` names the line of the operation.
+        Write out of place (`x = x + ...`), remove `inplace=True`, and step only after all backward passes of
+        a forward pass. `torch.autograd.set_detect_anomaly(True)` names the line of the operation.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
@@ -126,23 +131,23 @@ def changed_in_place(failure: FailureRecord) -> Answer | None:
     step = found["node"] in ("AsStridedBackward0", "TBackward0") or near(failure, r"\bAsStridedBackward0\b|\bTBackward0\b") is not None
     mend = "optimizer.step()            # only after all backward passes of this forward pass\n" if step else ""
     return Answer(
-        f"{of} was changed in place{times} after the forward pass had kept it for the gradient",
-        mend + "x = x + y                   # in place of x += y and x[...] = y; nn.ReLU() in place of nn.ReLU(inplace=True)\n"
-        "torch.autograd.set_detect_anomaly(True)   # once, to see the line of the operation",
+        f"{of} was modified in place{times} after the forward pass had saved it for the gradient",
+        mend + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
+        "torch.autograd.set_detect_anomaly(True)   # for one run, to see the line of the operation",
         [f"the operation: {place.sentence()}: {place.text}"] if place else [],
     )
 
 
 @kind("FE063", "leaf-changed-in-place")
 def leaf_changed_in_place(failure: FailureRecord) -> Answer | None:
-    """A parameter changed in place under autograd.
+    """A parameter was modified in place while autograd was recording.
 
     What:
-        A leaf (a parameter) that requires a gradient was written to while the graph was being built.
+        A leaf tensor (a parameter) that requires a gradient was written to while autograd was recording.
     Why it happens:
-        An update or an initialisation by hand without `torch.no_grad()`.
+        A manual update or initialisation runs without `torch.no_grad()`.
     How to mend it:
-        `with torch.no_grad(): weight -= lr * weight.grad`, or the functions of `torch.nn.init`.
+        Use `with torch.no_grad(): weight -= lr * weight.grad`, or the functions of `torch.nn.init`.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
@@ -156,7 +161,7 @@ def leaf_changed_in_place(failure: FailureRecord) -> Answer | None:
         return None
     names = [tensor.name for tensor in on_own_line(failure) if tensor.requires_grad]
     return Answer(
-        f"`{names[0] if names else 'a parameter'}` is a leaf that requires a gradient, and it is written to while autograd listens",
+        f"`{names[0] if names else 'a parameter'}` is a leaf tensor that requires a gradient, and it is modified in place while autograd is recording",
         f"with torch.no_grad():\n    {failure.own.text if failure.own and failure.own.text else 'weight -= lr * weight.grad'}",
         seen(on_own_line(failure)),
     )
@@ -164,14 +169,14 @@ def leaf_changed_in_place(failure: FailureRecord) -> Answer | None:
 
 @kind("FE064", "backward-of-many")
 def backward_of_many(failure: FailureRecord) -> Answer | None:
-    """Backward from a tensor of many values.
+    """`backward()` was called on a tensor with several values.
 
     What:
-        `backward()` without an argument starts from one number.
+        `backward()` without an argument needs a scalar.
     Why it happens:
-        A loss with `reduction="none"`, one loss for each GPU under DataParallel, or a forgotten mean.
+        The loss has `reduction="none"`, DataParallel returns one loss for each GPU, or the mean is missing.
     How to mend it:
-        `loss.mean().backward()`; with weights `(weight * losses).sum().backward()`.
+        `loss.mean().backward()`, or with weights `(weight * losses).sum().backward()`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html
     """
@@ -181,21 +186,22 @@ def backward_of_many(failure: FailureRecord) -> Answer | None:
     tensor = next((tensor for tensor in on_own_line(failure) if tensor.requires_grad), None)
     name = tensor.name if tensor else "loss"
     size = f" ({'x'.join(map(str, tensor.shape))})" if tensor else ""
-    return Answer(f"`{name}`{size} holds several values, and a backward pass begins with one number", f"{name}.mean().backward()", seen(on_own_line(failure)))
+    return Answer(f"`{name}`{size} holds several values, and `backward()` needs a scalar", f"{name}.mean().backward()", seen(on_own_line(failure)))
 
 
 @kind("FE065", "first-nan")
 def first_nan(failure: FailureRecord) -> Answer | None:
-    """Anomaly detection found the first NaN.
+    """Anomaly detection found the first NaN gradient.
 
     What:
-        The gradient of the operation that is named is the first in the backward pass that is no number.
+        The gradient of the named operation is the first in the backward pass that is NaN.
     Why it happens:
-        A square root or a norm at 0, a logarithm of 0, a division by 0, an exponential that overflows, `torch.where` with a bad value on the
-        side that is not taken; in half precision often an overflow.
+        A square root or a norm at 0, a logarithm of 0, a division by 0, or an exponential that overflows.
+        `torch.where` with a bad value in the branch that is not selected. In half precision it is often an
+        overflow.
     How to mend it:
-        Keep the argument away from the edge: `torch.sqrt(x + eps)`, `log(x.clamp_min(eps))`; use the stable forms (`log_softmax`,
-        `binary_cross_entropy_with_logits`); a GradScaler for float16.
+        Keep the argument away from the singularity: `torch.sqrt(x + eps)`, `log(x.clamp_min(eps))`. Use the
+        stable forms (`log_softmax`, `binary_cross_entropy_with_logits`). Use a GradScaler for float16.
     Sources:
         https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
@@ -214,23 +220,23 @@ def first_nan(failure: FailureRecord) -> Answer | None:
         "Exp": "torch.exp(x.clamp_max(80))",
     }
     return Answer(
-        f"the gradient of `{name}` is the first that is no number" + (f" ({place.sentence()})" if place else ""),
-        f"{mends.get(name, 'keep the argument of this operation away from where its gradient is infinite')}   # the gradient at the very "
-        f"edge is infinite, and 0 times infinite is no number",
+        f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),
+        f"{mends.get(name, 'keep the argument of this operation away from points where its gradient is infinite')}   # at the singularity "
+        f"the gradient is infinite, and 0 times infinity is NaN",
         place=place,
     )
 
 
 @kind("FE066", "numpy-of-grad")
 def numpy_of_grad(failure: FailureRecord) -> Answer | None:
-    """An array wanted from a tensor with a graph, or on a GPU.
+    """A tensor with a graph, or on a GPU, was converted to NumPy.
 
     What:
-        NumPy shares memory with a tensor on the CPU without a graph; this one has a graph or lives on a device.
+        `.numpy()` works only on CPU tensors without a graph. This tensor has a graph or is on another device.
     Why it happens:
-        An output or a loss goes to a metric or a picture as it is.
+        An output or a loss is passed directly to a metric or a plot.
     How to mend it:
-        `x.detach().cpu().numpy()`; one number: `x.item()`.
+        `x.detach().cpu().numpy()`, or `x.item()` for one number.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
     """
@@ -244,20 +250,21 @@ def numpy_of_grad(failure: FailureRecord) -> Answer | None:
         return None
     names = [tensor.name for tensor in on_own_line(failure)]
     name = names[0] if names else "x"
-    why = f"lives on {found['device']}" if found["device"] else "has a graph (it requires a gradient)"
-    return Answer(f"`{name}` {why}, and NumPy can hold neither", f"{name}.detach().cpu().numpy()   # one number: {name}.item()", seen(on_own_line(failure)))
+    why = f"is on {found['device']}" if found["device"] else "has a graph (it requires a gradient)"
+    return Answer(f"`{name}` {why} and cannot be converted to NumPy", f"{name}.detach().cpu().numpy()   # a number: {name}.item()", seen(on_own_line(failure)))
 
 
 @kind("FE067", "grad-of-integers")
 def grad_of_integers(failure: FailureRecord) -> Answer | None:
-    """A gradient asked for whole numbers.
+    """A gradient was requested for an integer tensor.
 
     What:
-        Only floating point and complex tensors have gradients.
+        Only floating point and complex tensors can have gradients.
     Why it happens:
-        A parameter is made from whole numbers (`torch.tensor([1, 2])` is int64), or weights of a quantised model are to be trained.
+        A parameter is created from integers (`torch.tensor([1, 2])` is int64), or the program trains
+        quantised weights.
     How to mend it:
-        Make it of floats: `torch.tensor([1., 2.])`; quantised weights stay frozen and get an adapter.
+        Create it from floats: `torch.tensor([1., 2.])`. Keep quantised weights frozen and train an adapter.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
@@ -265,20 +272,22 @@ def grad_of_integers(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     return Answer(
-        "a gradient was asked for a tensor of whole numbers", "torch.tensor(values, dtype=torch.float32, requires_grad=True)", seen(on_own_line(failure))
+        "a gradient was requested for an integer tensor", "torch.tensor(values, dtype=torch.float32, requires_grad=True)", seen(on_own_line(failure))
     )
 
 
 @kind("FE068", "scaler-out-of-order")
 def scaler_out_of_order(failure: FailureRecord) -> Answer | None:
-    """A gradient scaler used out of order.
+    """The gradient scaler was called out of order.
 
     What:
-        A scaler wants, once in each step and in this order: scale and backward, unscale_ (where gradients are clipped), step, update.
+        A scaler needs these calls once per step, in this order: scale and backward, unscale_ (to clip
+        gradients), step, update.
     Why it happens:
-        `unscale_` in every accumulated batch, `update()` forgotten, or `step` before there is a gradient.
+        `unscale_` runs in every accumulated batch, `update()` is missing, or `step` runs before there is a
+        gradient.
     How to mend it:
-        `unscale_`, clipping, `step` and `update` once, after the last backward pass of the accumulation.
+        Call `unscale_`, clipping, `step` and `update` once, after the last backward pass of the accumulation.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
     """
@@ -297,32 +306,33 @@ def scaler_out_of_order(failure: FailureRecord) -> Answer | None:
         "twice": "`unscale_` was called twice before `update`",
         "after": "`unscale_` was called after `step`",
         "step": "`step` was called twice before `update`",
-        "none": "`step` came before any gradient: no parameter of this optimizer has one",
-        "half": "the parameters themselves are float16; a scaler wants float32 parameters under autocast",
+        "none": "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
+        "half": "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
     }
     name = next(name for name in why if found[name])
     mend = (
         "model.float()   # weights in float32, float16 only inside torch.autocast"
         if name == "half"
         else (
-            "scaler.scale(loss).backward()      # every batch\n# and once a step:\nscaler.unscale_(optimizer); "
+            "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
             "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer); scaler.update()"
         )
     )
-    return Answer(f"the gradient scaler was used out of order: {why[name]}", mend)
+    return Answer(f"the gradient scaler was called out of order: {why[name]}", mend)
 
 
 @kind("FE069", "nothing-to-optimize")
 def nothing_to_optimize(failure: FailureRecord) -> Answer | None:
-    """An optimizer without parameters.
+    """The optimizer got no parameters.
 
     What:
-        The optimizer was given no parameter at all.
+        The parameter list passed to the optimizer is empty.
     Why it happens:
-        Layers stand in a plain list or dictionary of the module, `model.parameters()` (which can be walked only once) was walked before, or
-        a filter let nothing through.
+        Layers are in a plain list or dictionary of the module. `model.parameters()`, a generator, was already
+        consumed. Or a filter removed every parameter.
     How to mend it:
-        `nn.ModuleList([...])` or `nn.ModuleDict`, so that the module knows its layers; `list(model.parameters())` for what is used twice.
+        Use `nn.ModuleList([...])` or `nn.ModuleDict` to register the layers, and `list(model.parameters())`
+        for a list used twice.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html
     """
@@ -330,7 +340,7 @@ def nothing_to_optimize(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     return Answer(
-        "the optimizer was given no parameter",
-        "self.layers = nn.ModuleList([...])   # a plain list hides its layers from the module\n"
+        "the optimizer got an empty parameter list",
+        "self.layers = nn.ModuleList([...])   # a plain list does not register its layers\n"
         "parameters = list(model.parameters())   # a generator is empty the second time" + (f"\nthe module: {layer(failure)}" if layer(failure) else ""),
     )

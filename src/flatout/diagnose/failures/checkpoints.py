@@ -1,4 +1,4 @@
-"""Failures of saving and loading."""
+"""Failures of writing and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def _some(keys: list[str]) -> str:
 
 @kind("FE090", "checkpoint-keys")
 def checkpoint_keys(failure: FailureRecord) -> Answer | None:
-    """A checkpoint whose names are not those of the model.
+    """The names in the checkpoint do not match the model.
 
     What:
-        `load_state_dict` wants exactly the names that the model has.
+        `load_state_dict` needs exactly the names that the model has.
     Why it happens:
-        The model was saved inside a wrapper (DataParallel and DDP put `module.` before each name, torch.compile `_orig_mod.`), the file holds
-        more than the weights (`checkpoint["model"]`), or the model has changed since.
+        The model was saved inside a wrapper: DataParallel and DDP prefix each name with `module.`,
+        torch.compile with `_orig_mod.`. Or the file contains more than the weights (`checkpoint["model"]`),
+        or the model has changed since.
     How to mend it:
-        Take the prefix away as it is loaded, and save `model.module.state_dict()` next time; `strict=False` where parts are meant to be new.
+        Remove the prefix when loading, and save `model.module.state_dict()` next time. Use `strict=False` if
+        some parts are meant to be new.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
@@ -52,36 +54,37 @@ def checkpoint_keys(failure: FailureRecord) -> Answer | None:
             if saved and len(stripped) == len(saved) and (stripped & set(wanted)):
                 if verb == "has":
                     return Answer(
-                        f"every name in the checkpoint has `{prefix}`, and the model's have not: it was saved inside {origin}",
+                        f"every name in the checkpoint has `{prefix}`, and no name in the model does: it was saved inside {origin}",
                         f'state = {{name.replace("{prefix}", "", 1): value for name, value in state.items()}}\n'
                         f"torch.save(model.{prefix.rstrip('.')}.state_dict(), path)   # next time",
                     )
                 return Answer(
-                    f"every name of the model has `{prefix}`, and the checkpoint's have not: the model is inside {origin}",
-                    f"model.{prefix.rstrip('.')}.load_state_dict(state)   # the model inside the wrapper",
+                    f"every name of the model has `{prefix}`, and no name in the checkpoint does: the model is inside {origin}",
+                    f"model.{prefix.rstrip('.')}.load_state_dict(state)   # loads into the model inside the wrapper",
                 )
     nested = [key for key in unexpected if key in ("state_dict", "model", "model_state_dict", "net", "weights", "epoch", "optimizer")]
     if nested and missing:
         inner = next((key for key in nested if key not in ("epoch", "optimizer")), nested[0])
-        return Answer(f"the checkpoint is not the weights themselves: they lie in it under `{inner}`", f'model.load_state_dict(checkpoint["{inner}"])')
+        return Answer(f"the checkpoint holds more than the weights: they are under `{inner}`", f'model.load_state_dict(checkpoint["{inner}"])')
     said = "; ".join(filter(None, (f"the checkpoint lacks {_some(missing)}" if missing else "", f"the model lacks {_some(unexpected)}" if unexpected else "")))
     return Answer(
         f"{said} ({found['model']})",
-        "model.load_state_dict(state, strict=False)   # where these are meant to be new; it returns what did not fit\n"
+        "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
     )
 
 
 @kind("FE091", "checkpoint-sizes")
 def checkpoint_sizes(failure: FailureRecord) -> Answer | None:
-    """A checkpoint of a model of another size.
+    """A parameter has a different size in the checkpoint.
 
     What:
-        A parameter has one size in the file and another in the model. `strict=False` does not help against it.
+        A parameter has one size in the file and another in the model. `strict=False` does not help.
     Why it happens:
-        Another number of classes, another vocabulary, another width than at the time of saving.
+        The number of classes, the vocabulary or the width differs from that of the saved model.
     How to mend it:
-        Make the model with the settings it was saved with; for a new head leave its entries out: `state.pop("fc.weight")`.
+        Build the model with the settings it was saved with. For a new head, remove its entries:
+        `state.pop("fc.weight")`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
@@ -100,21 +103,23 @@ def checkpoint_sizes(failure: FailureRecord) -> Answer | None:
     return Answer(
         f"`{name}` is {saved.replace(', ', 'x')} in the checkpoint and {now.replace(', ', 'x')} in the model{more}",
         "state = {name: value for name, value in state.items() if value.shape == model.state_dict()[name].shape}\n"
-        "model.load_state_dict(state, strict=False)   # what has another size stays new",
+        "model.load_state_dict(state, strict=False)   # parameters of another size keep their new values",
     )
 
 
 @kind("FE092", "refused-by-weights-only")
 def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
-    """A checkpoint with more in it than weights.
+    """`weights_only=True` rejects the checkpoint.
 
     What:
-        `torch.load` reads only tensors and plain containers (`weights_only=True`, the default since torch 2.6); the file holds something else,
-        and unpickling that could run any code.
+        `torch.load` reads only tensors and plain containers (`weights_only=True`, the default since torch
+        2.6). The file contains something else, and unpickling it could run arbitrary code.
     Why it happens:
-        The settings, a whole model (`torch.save(model)`), NumPy numbers or an optimizer of one's own were saved together with the weights.
+        Settings, a whole model (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together
+        with the weights.
     How to mend it:
-        Where you trust the file's author: allow the class that is named, or `weights_only=False`. Save `model.state_dict()` and plain values.
+        If you trust the file's author, allow the named class or use `weights_only=False`. Save
+        `model.state_dict()` and plain values.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
     """
@@ -130,30 +135,31 @@ def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
     name = found["name"] or found["kind"] or found["got"]
     if not name:
         return Answer(
-            "the checkpoint holds something that `weights_only=True` does not load",
-            "torch.load(path, weights_only=False)   # ONLY for a file whose author you trust: it can run any code\n"
-            "torch.save(model.state_dict(), path)   # next time: weights and plain values alone",
+            "the checkpoint contains something that `weights_only=True` does not load",
+            "torch.load(path, weights_only=False)   # ONLY for a file whose author you trust: it can run arbitrary code\n"
+            "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
         )
     module, _, short = name.rpartition(".")
     imported = f"from {module} import {short}\n" if module not in ("", "__main__") else ""
     return Answer(
-        f"the checkpoint holds `{name}`, which `weights_only=True` does not load",
+        f"the checkpoint contains `{name}`, which `weights_only=True` does not load",
         f"{imported}torch.serialization.add_safe_globals([{short}])   # if you trust this class\n"
-        "torch.load(path, weights_only=False)                     # ONLY for a file whose author you trust: it can run any code",
+        "torch.load(path, weights_only=False)                     # ONLY for a file whose author you trust: it can run arbitrary code",
     )
 
 
 @kind("FE093", "broken-checkpoint")
 def broken_checkpoint(failure: FailureRecord) -> Answer | None:
-    """A file that is no whole checkpoint.
+    """The checkpoint file is damaged or not a checkpoint.
 
     What:
-        The file cannot be read as one of torch's: it is cut off, empty, or something else.
+        torch cannot read the file: it is truncated, empty or of another kind.
     Why it happens:
-        The program was killed while it wrote, the disk was full, a download was broken off or brought a page of HTML or a pointer of Git LFS.
+        The program was killed while it wrote, the disk was full, or a download was interrupted or returned an
+        HTML page or a Git LFS pointer.
     How to mend it:
-        `ls -l` and `file` show what it is. Take the checkpoint before it; download again (`git lfs pull`). Write beside and rename, so that a
-        kill leaves the old file whole.
+        `ls -l` and `file` show what the file is. Use the previous checkpoint or download again (`git lfs
+        pull`). Write to a temporary file and rename it, so that a kill leaves the old file intact.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
@@ -187,24 +193,24 @@ def broken_checkpoint(failure: FailureRecord) -> Answer | None:
         return None
     key = found["key"] or (repr(chr(int(found["number"]))) if found["number"] and int(found["number"]) < 128 else "")
     if found.thrown.message.startswith("Ran out of input") or not found.thrown.message:
-        said = "the file is empty, or ends at once"
+        said = "the file is empty or ends at once"
     elif key in ("'<'", "'v'", "'{'"):
         said = {
-            "'<'": "the file begins like HTML: a page was saved in place of the checkpoint",
-            "'v'": "the file begins like a pointer of Git LFS: the checkpoint itself was not fetched",
-            "'{'": "the file begins like JSON: an error message or an index was saved in place of the checkpoint",
+            "'<'": "the file begins like HTML: a web page was saved instead of the checkpoint",
+            "'v'": "the file begins like a Git LFS pointer: the checkpoint itself was not fetched",
+            "'{'": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
         }[key]
     else:
-        said = "the file is cut off or is no checkpoint of torch's" + (f" ({found['why'].strip()})" if found["why"].strip() else "")
+        said = "the file is truncated or is not a torch checkpoint" + (f" ({found['why'].strip()})" if found["why"].strip() else "")
     return Answer(
         said,
-        "ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # what is it? (git lfs pull)\n"
-        'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file whole',
+        "ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n"
+        'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact',
     )
 
 
 def _opens_an_archive(failure: FailureRecord) -> bool:
-    """Of a file that is shorter than the end of an archive, torch only sees that it cannot go so far back."""
+    """Whether torch was opening an archive. For a file that is too short it reports only a failed seek."""
     return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
 
 
@@ -217,12 +223,12 @@ def _loads(failure: FailureRecord) -> bool:
 
 @kind("FE094", "checkpoint-of-a-gpu")
 def checkpoint_of_a_gpu(failure: FailureRecord) -> Answer | None:
-    """A checkpoint from a GPU, loaded where there is none.
+    """The checkpoint was saved on a device that is not available.
 
     What:
-        `torch.load` puts each tensor where it was saved, and that device is not here.
+        `torch.load` puts each tensor on the device it was saved on, and that device is not available.
     Why it happens:
-        Tensors remember their device; the file was written on a machine with a GPU.
+        Tensors record their device, and the file was written on a machine with a GPU.
     How to mend it:
         `torch.load(path, map_location="cpu")`.
     Sources:
@@ -237,20 +243,21 @@ def checkpoint_of_a_gpu(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     return Answer(
-        f"the checkpoint was saved on {found['device']}, and there is no such device here", 'torch.load(path, map_location="cpu")   # then model.to(device)'
+        f"the checkpoint was saved on {found['device']}, and this machine has no such device", 'torch.load(path, map_location="cpu")   # then model.to(device)'
     )
 
 
 @kind("FE095", "optimizer-of-another-model")
 def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
-    """An optimizer's state for other parameters.
+    """The optimizer's saved state belongs to other parameters.
 
     What:
-        An optimizer's state belongs to the parameters in their order and groups, and these are others.
+        An optimizer's state follows the order and groups of its parameters, and these parameters differ.
     Why it happens:
-        Layers were added or frozen since, or the groups are made in another way (weight decay for some).
+        Layers were added or frozen since, or the parameter groups are built differently (weight decay for
+        some).
     How to mend it:
-        Make the optimizer as it was made then; or begin it anew and load only the model.
+        Build the optimizer as it was built when it was saved, or create a new one and load only the model.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html
     """
@@ -262,24 +269,26 @@ def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
     )
     if found is None:
         return None
-    what = "other groups of parameters" if "different number" in found.thrown.message else "another number of parameters in a group"
+    what = "a different number of parameter groups" if "different number" in found.thrown.message else "a different number of parameters in a group"
     return Answer(
         f"the saved optimizer has {what} than this one",
-        "build the optimizer as it was built when it was saved (same layers, same frozen ones, same groups)\n"
-        "model.load_state_dict(checkpoint['model'])   # and begin the optimizer anew",
+        "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
+        "model.load_state_dict(checkpoint['model'])   # and create a new optimizer",
     )
 
 
 @kind("FE096", "writing-failed")
 def writing_failed(failure: FailureRecord) -> Answer | None:
-    """A checkpoint that could not be written to its end.
+    """The checkpoint could not be written completely.
 
     What:
-        `torch.save` wrote less than it wanted. What was in the file before is gone.
+        `torch.save` could not write the whole file. The file's previous content is lost.
     Why it happens:
-        The disk, the quota or the limit on a file's size is full; torch reports it as a position in the archive, not as a full disk.
+        The disk, the quota or the file size limit is full. torch reports it as a position in the archive, not
+        as a full disk.
     How to mend it:
-        `df -h . ; df -i . ; ulimit -f`, remove old checkpoints, write beside and rename.
+        Check `df -h . ; df -i . ; ulimit -f`, remove old checkpoints, and write to a temporary file before
+        renaming it.
     Sources:
         https://github.com/pytorch/pytorch/issues/112196
     """
@@ -293,27 +302,27 @@ def writing_failed(failure: FailureRecord) -> Answer | None:
     if found is None or (found["disk"] and not any("torch/serialization" in frame.file.replace("\\", "/") for frame in found.thrown.frames)):
         return None
     return Answer(
-        "the checkpoint could not be written to its end: the disk, a quota or a limit of a file's size is full; the old file is gone",
-        "df -h . ; df -i . ; ulimit -f   # room, files, largest file\n"
-        'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: the old file stays until the new one is whole',
+        "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
+        "df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n"
+        'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: keeps the old file until the new one is complete',
     )
 
 
 @kind("FE097", "no-such-folder")
 def no_such_folder(failure: FailureRecord) -> Answer | None:
-    """A checkpoint for a folder that is not there.
+    """The folder for the checkpoint does not exist.
 
     What:
-        `torch.save` makes files, not folders.
+        `torch.save` creates files, not folders.
     Why it happens:
-        The folder was never made, or the program runs in another working directory than was thought.
+        The folder was never created, or the program runs in an unexpected working directory.
     How to mend it:
-        `os.makedirs(os.path.dirname(path), exist_ok=True)` before saving, best before training.
+        `os.makedirs(os.path.dirname(path), exist_ok=True)` before saving, preferably before training.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.save.html
     """
     found = hit(failure, RUNTIME, r"Parent directory (?P<folder>.{1,300}?) does not exist\.", r"File (?P<path>.{1,300}?) cannot be opened\.")
     if found is None:
         return None
-    what = f"the folder {found['folder']} is not there" if found["folder"] else f"{found['path']} cannot be written"
-    return Answer(what, "os.makedirs(os.path.dirname(path), exist_ok=True)   # before the training, so that it fails early")
+    what = f"the folder {found['folder']} does not exist" if found["folder"] else f"{found['path']} cannot be written"
+    return Answer(what, "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early")

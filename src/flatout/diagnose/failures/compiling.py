@@ -1,4 +1,4 @@
-"""Failures of torch.compile, and of extensions that do not fit."""
+"""Failures of torch.compile and of compiled extensions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flatout.plan.failure import FailureRecord
 
 @kind("FE100", "recompile-limit")
 def recompile_limit(failure: FailureRecord) -> Answer | None:
-    """A function that is compiled again and again.
+    """torch.compile recompiles a function too often.
 
     What:
-        torch.compile made a new version of a function for each of so many inputs that it gave up.
+        torch.compile compiled a new version of a function for each of many inputs until it reached its limit.
     Why it happens:
         A size or a plain Python number (a step counter, a length) changes in every call, or a list grows.
     How to mend it:
-        `torch.compile(f, dynamic=True)` for sizes, `torch._dynamo.mark_dynamic(x, 0)` for one of them; a tensor in place of a Python number;
-        pad to a few sizes.
+        `torch.compile(f, dynamic=True)` for sizes, `torch._dynamo.mark_dynamic(x, 0)` for one of them, a
+        tensor instead of a Python number, or padding to a few sizes.
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html
     """
@@ -29,7 +29,7 @@ def recompile_limit(failure: FailureRecord) -> Answer | None:
         r"|Recompiling function)",
     )
     told = near(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
-    if found is not None and not found.thrown.type.startswith("torch._dynamo."):  # the words alone are too common
+    if found is not None and not found.thrown.type.startswith("torch._dynamo."):  # the message alone is too common
         found = None
     if found is None and (told is None or any(thrown.type for thrown in failure.chain)):
         return None
@@ -39,24 +39,26 @@ def recompile_limit(failure: FailureRecord) -> Answer | None:
     evidence = [f"the last reason: {reason['reason']}"] if reason else []
     name = f"`{function['function']}`" if function else "a function"
     return Answer(
-        f"{name} was compiled anew for one input after another until the limit was reached{limit}",
-        "torch.compile(f, dynamic=True)                    # sizes that change\n"
-        "torch.tensor(step) in place of step                # a Python number that changes in every call\n"
-        'TORCH_LOGS="recompiles" python train.py            # names the reason of each',
+        f"{name} was recompiled for one input after another until the limit was reached{limit}",
+        "torch.compile(f, dynamic=True)                    # for sizes that change\n"
+        "torch.tensor(step) instead of step                 # for a Python number that changes in every call\n"
+        'TORCH_LOGS="recompiles" python train.py            # shows the reason for each recompilation',
         evidence,
     )
 
 
 @kind("FE101", "cannot-be-compiled")
 def cannot_be_compiled(failure: FailureRecord) -> Answer | None:
-    """Code that torch.compile cannot follow.
+    """torch.compile cannot trace this code.
 
     What:
-        With `fullgraph=True` everything in the function must become one graph, and something in it cannot.
+        With `fullgraph=True` the whole function must become one graph, and part of it cannot.
     Why it happens:
-        A `print`, `.item()`, a branch on a tensor's value, a call into a library of C, or a Python feature that is not followed.
+        A `print`, `.item()`, a branch on a tensor's value, a call into a C library, or an unsupported Python
+        feature.
     How to mend it:
-        Take it out of the compiled function, or leave `fullgraph=True` away: the graph then breaks there and the rest stays compiled.
+        Take it out of the compiled function, or remove `fullgraph=True`: the graph then breaks there and the
+        rest stays compiled.
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.graph_breaks_index.html
     """
@@ -69,7 +71,7 @@ def cannot_be_compiled(failure: FailureRecord) -> Answer | None:
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', found.thrown.message.partition("from user code:")[2])
     where = f" at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if place and lines else ""
     return Answer(
-        f"torch.compile cannot follow this code{where}: {found['what'][:160]}",
+        f"torch.compile cannot trace this code{where}: {found['what'][:160]}",
         "torch.compile(f)   # without fullgraph=True: the graph breaks here and the rest stays compiled\n"
         "torch.compiler.disable(the_part)   # or take it out of the compiled function",
         [*([why["why"]] if why else []), *([f"hint: {hint['hint']}"] if hint else [])],
@@ -78,14 +80,16 @@ def cannot_be_compiled(failure: FailureRecord) -> Answer | None:
 
 @kind("FE102", "no-compiler")
 def no_compiler(failure: FailureRecord) -> Answer | None:
-    """No C++ compiler for torch.compile.
+    """torch.compile finds no C++ compiler.
 
     What:
-        The default backend of torch.compile writes C++ (and for Triton a small C program) and needs a compiler for it.
+        The default backend of torch.compile generates C++ (and for Triton a small C program) and needs a
+        compiler.
     Why it happens:
         A slim container has none.
     How to mend it:
-        `apt-get install g++` (or `CXX=/path/to/g++`); without one `torch.compile(f, backend="aot_eager")`, which is not faster.
+        `apt-get install g++` (or `CXX=/path/to/g++`). Without a compiler, `torch.compile(f,
+        backend="aot_eager")` runs but is not faster.
     Sources:
         https://docs.pytorch.org/docs/stable/torch.compiler.html
     """
@@ -102,20 +106,23 @@ def no_compiler(failure: FailureRecord) -> Answer | None:
     tried = f" (tried {found['tried']})" if found["tried"] else ""
     return Answer(
         f"torch.compile needs a C++ compiler and finds none{tried}",
-        'apt-get install -y g++              # or CXX=/path/to/g++\ntorch.compile(f, backend="aot_eager")   # runs without one, and is not faster',
+        'apt-get install -y g++              # or CXX=/path/to/g++\ntorch.compile(f, backend="aot_eager")   # runs without a compiler, but is not faster',
     )
 
 
 @kind("FE103", "no-triton")
 def no_triton(failure: FailureRecord) -> Answer | None:
-    """Triton is missing, or does not work.
+    """Triton is missing or does not work.
 
     What:
-        torch.compile for a GPU writes kernels in Triton, and it cannot be imported or does not support this GPU.
+        torch.compile for a GPU generates Triton kernels, and Triton cannot be imported or does not support
+        this GPU.
     Why it happens:
-        Triton was not installed with torch (other systems than Linux), or the GPU is older than it supports (capability below 7.0).
+        Triton was not installed with torch (on systems other than Linux), or the GPU is too old (capability
+        below 7.0).
     How to mend it:
-        Install torch from its own index, which brings the Triton that fits; on an old GPU leave torch.compile out.
+        Install torch from its own index, which installs the matching Triton. On an old GPU, do not use
+        torch.compile.
     Sources:
         https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
     """
@@ -134,22 +141,23 @@ def no_triton(failure: FailureRecord) -> Answer | None:
             "run without torch.compile on this GPU (capability 7.0 or newer is needed)",
         )
     return Answer(
-        "torch.compile needs Triton on a GPU, and it cannot be imported",
-        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # brings the Triton that fits",
+        "torch.compile needs Triton on a GPU, and Triton cannot be imported",
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # installs the matching Triton",
     )
 
 
 @kind("FE104", "extension-does-not-fit")
 def extension_does_not_fit(failure: FailureRecord) -> Answer | None:
-    """An extension that was built for another torch.
+    """An extension was built for another torch.
 
     What:
-        A compiled library refers to something that this torch does not have (or has under another name).
+        A compiled library needs a symbol that this torch does not have, or has under another name.
     Why it happens:
-        torch was updated and torchvision, torchaudio, flash-attn, xformers, apex or an extension of one's own was not; or a conda and a pip
-        build were mixed.
+        torch was updated and torchvision, torchaudio, flash-attn, xformers, apex or a custom extension was
+        not. Or a conda and a pip build were mixed.
     How to mend it:
-        Install the packages of one release together; build an extension again: `pip install --no-build-isolation --force-reinstall NAME`.
+        Install the packages of one release together. Rebuild an extension with
+        `pip install --no-build-isolation --force-reinstall NAME`.
     Sources:
         https://github.com/pytorch/vision#installation
     """
@@ -170,14 +178,14 @@ def extension_does_not_fit(failure: FailureRecord) -> Answer | None:
     package = (found["operator"].partition("::")[0] or found["package"] or _package(found["library"])) or "EXTENSION"
     if symbol and not re.search(r"c10|torch|at\d|_ZN|Py|cu[A-Z]|nccl|cudnn", symbol):
         return Answer(
-            f"{what} needs `{symbol}`, which no loaded library has: it was built against another version of something",
+            f"{what} needs `{symbol}`, which no loaded library has: it was built against another version of a library",
             f"pip install --force-reinstall {package}",
         )
     if found["library"] and "cannot open" in found.thrown.message:
         return Answer(
-            f"{what} is not found: a library of CUDA (or of torch) that another package was built with",
-            "pip install --force-reinstall torch torchvision   # brings its own CUDA libraries\n"
-            f"find / -name '{what.partition('.so')[0]}.so*' 2>/dev/null            # is another version of it here?",
+            f"{what} is not found: another package was built with this library of CUDA or torch",
+            "pip install --force-reinstall torch torchvision   # installs torch's own CUDA libraries\n"
+            f"find / -name '{what.partition('.so')[0]}.so*' 2>/dev/null            # is another version of it installed?",
         )
     said = (
         f"`{what}` is missing"
@@ -188,7 +196,7 @@ def extension_does_not_fit(failure: FailureRecord) -> Answer | None:
     return Answer(
         f"{said}: the package{'' if package == 'EXTENSION' else f' {package}'} does not fit torch{' ' + version if version else ''}",
         "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu128   # one release, together\n"
-        f"pip install --no-build-isolation --no-cache-dir --force-reinstall {package}                                      # an extension: build it again",
+        f"pip install --no-build-isolation --no-cache-dir --force-reinstall {package}                                      # rebuilds an extension",
     )
 
 
@@ -199,14 +207,15 @@ def _package(library: str) -> str:
 
 @kind("FE105", "numpy-does-not-fit")
 def numpy_does_not_fit(failure: FailureRecord) -> Answer | None:
-    """NumPy 2 and what was built for NumPy 1, or no NumPy at all.
+    """A module was built for another NumPy, or NumPy is missing.
 
     What:
-        A compiled module was built for another major version of NumPy, or torch finds none that it can use.
+        A compiled module was built for another major version of NumPy, or torch finds no NumPy that it can
+        use.
     Why it happens:
-        NumPy 2 was installed over an environment of NumPy 1, or NumPy is missing.
+        NumPy 2 was installed into an environment for NumPy 1, or NumPy is missing.
     How to mend it:
-        Update the module that is named, or `pip install "numpy<2"`.
+        Update the named module, or run `pip install "numpy<2"`.
     Sources:
         https://numpy.org/doc/stable/numpy_2_0_migration_guide.html
     """
@@ -224,8 +233,8 @@ def numpy_does_not_fit(failure: FailureRecord) -> Answer | None:
     if found is None and (told is None or not any("Numpy" in thrown.message or "numpy" in thrown.message for thrown in failure.chain)):
         return None
     return Answer(
-        "a compiled module does not fit the NumPy that is installed"
+        "a compiled module does not fit the installed NumPy"
         if found is None or "not available" not in found.thrown.message
         else "torch finds no NumPy that it can use (none is installed, or one of another major version)",
-        'pip install "numpy<2"          # for what was built for NumPy 1\npip install --upgrade numpy     # where there is none, or torch is newer',
+        'pip install "numpy<2"          # for a module built for NumPy 1\npip install --upgrade numpy     # if NumPy is missing, or torch is newer',
     )

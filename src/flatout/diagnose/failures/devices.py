@@ -1,4 +1,4 @@
-"""Failures before any arithmetic: no device, the wrong one, a driver or a build that does not fit."""
+"""Failures of device setup: no device, the wrong device, or a driver or build that does not fit."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from flatout.plan.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
 
-# What torch does not pass through a device of its own: its name, where it is seen (file:function of a frame, or the user's line), what its message says, why,
-# the next command.
+# Uses of CUDA that `--device` cannot redirect. Each row: name, pattern of where it shows (file:function of a
+# frame, or the user's line), pattern of its message, reason, next command.
 NOT_REDIRECTED = (
     ("a Triton kernel", r"/triton/(?:runtime|compiler|backends)/", r"\d+ active drivers", "it is compiled for a GPU",
      "TRITON_INTERPRET=1 flatout run --device {device} python train.py   # Triton's interpreter computes it on the CPU, slowly"),
     ("a CUDA extension", r"/torch/utils/cpp_extension\.py:.*cuda", r"(?:.{0,200}\b(?:CUDA_HOME|nvcc)\b|.{0,80}must be a CUDA tensor)",
-     "its kernels compute on a CUDA device alone", "take the path of the script without it, where there is one; else run it where there is a CUDA device"),
+     "its kernels run only on a CUDA device", "use the script's path without the extension, if there is one; otherwise run it on a machine with a CUDA device"),
     ("NCCL", r"/torch/cuda/nccl\.py|:_create_nccl", r".{0,200}(?:NCCL|nccl)", "it connects CUDA devices",
-     "flatout run --device {device} python train.py       # as one process, without torchrun\n"
+     "flatout run --device {device} python train.py       # as a single process, without torchrun\n"
      'dist.init_process_group("gloo")                   # connects processes on the CPU'),
-    ("NVML", r"/pynvml(?:\.py|/)", r"NVML", "it reads the counters of NVIDIA's driver", "leave out what reads them: a CPU has none"),
-    ("CuPy, Numba or PyCUDA", r"/(?:cupy|cupyx|cupy_backends|pycuda|numba/cuda)/", r"cuda\w+Error", "they make CUDA arrays by themselves",
-     "use NumPy or torch there, or run it where there is a CUDA device"),
-    ("a CUDA graph", r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b", r"CUDA graph", "it replays what a CUDA device has recorded",
+    ("NVML", r"/pynvml(?:\.py|/)", r"NVML", "it reads the counters of the NVIDIA driver", "remove the code that reads them: a CPU has none"),
+    ("CuPy, Numba or PyCUDA", r"/(?:cupy|cupyx|cupy_backends|pycuda|numba/cuda)/", r"cuda\w+Error", "they create CUDA arrays themselves",
+     "use NumPy or torch instead, or run it on a machine with a CUDA device"),
+    ("a CUDA graph", r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b", r"CUDA graph", "it replays work recorded on a CUDA device",
      "run the step without torch.cuda.CUDAGraph"),
-    ("a trainer that is told to use a GPU", r"(?!)", r".{0,300}(?:No supported gpu backend|CUDAAccelerator|can only be used on CUDA|support bf16/gpu)",
+    ("a trainer that requests a GPU", r"(?!)", r".{0,300}(?:No supported gpu backend|CUDAAccelerator|can only be used on CUDA|support bf16/gpu)",
      "it looks for the GPU itself", 'Trainer(accelerator="auto")         # Lightning\nTrainingArguments(use_cpu=True)       # Hugging Face'),
     ("this use of CUDA", r"(?!)",
      r"(?:Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA|CUDA error: CUDA driver version is insufficient"
      r"|Unexpected error from cudaGetDeviceCount|CUDA driver initialization failed|invalid argument to exchangeDevice|.{0,200}arguments from the 'CPU' backend"
      r"|.{0,200}(?:supports?|supported|implemented) (?:on|for|with) (?:CUDA|cuda|GPU)s?\b)",
-     "no device that torch is given leads to it", "change this line, or run it where there is a CUDA device"),
+     "it does not go through a torch device", "change this line, or run it on a machine with a CUDA device"),
 )
 
 
@@ -39,14 +39,14 @@ def not_redirected(failure: FailureRecord) -> Answer | None:
     """`--device` cannot redirect this use of CUDA.
 
     What:
-        The program runs under `--device`, which redirects the devices that it passes to torch. This use of CUDA does not pass through torch,
-        or asks for what another device does not have.
+        The program runs under `--device`, which redirects the devices that the program passes to torch. This
+        use of CUDA does not go through torch, or needs a feature that the other device does not have.
     Why it happens:
-        Triton kernels, CUDA extensions, NCCL, NVML and CUDA graphs exist for GPUs alone. And what a tensor says of its own device stays true:
-        `x.device.type == "cuda"` is False on the CPU.
+        Triton kernels, CUDA extensions, NCCL, NVML and CUDA graphs exist only for GPUs. A tensor still
+        reports its real device: `x.device.type == "cuda"` is False on the CPU.
     How to mend it:
-        Take the path of the script that does without it, mostly an option; the last lines of the explanation name the next command. Without
-        `--device` the script runs as it is, where there is such a device.
+        Use the script's path without this feature, usually an option. The last lines of the explanation give
+        the next command. Without `--device` the script runs unchanged on a machine with such a device.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
     """
@@ -56,8 +56,8 @@ def not_redirected(failure: FailureRecord) -> Answer | None:
     for thrown in failure.chain:
         own = thrown.own.text if thrown.own is not None else ""
         if thrown.raised_by_user and "cuda" in own:
-            return Answer(f"the script compares a device with cuda, and under --device {device} its tensors are on {device}",
-                          "change this line, or take it out: what a tensor says of its own device stays true")
+            return Answer(f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
+                          "change or remove this line: a tensor reports its real device")
         seen_at = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
         for what, where, says, why, mend in () if thrown.raised_by_user else NOT_REDIRECTED:
             if any(re.search(where, place) for place in seen_at) or re.match(says, thrown.message, re.DOTALL):
@@ -67,16 +67,16 @@ def not_redirected(failure: FailureRecord) -> Answer | None:
 
 @kind("FE001", "two-devices")
 def two_devices(failure: FailureRecord) -> Answer | None:
-    """Tensors on two devices.
+    """Tensors are on two devices.
 
     What:
-        An operation was given tensors that live on different devices; torch never copies between devices by itself.
+        An operation got tensors on different devices. torch never copies between devices implicitly.
     Why it happens:
-        A batch was not moved to the device of the model, a tensor was made inside `forward` without `device=`, or a tensor is a plain
-        attribute of a module, which `.to(device)` does not move.
+        A batch was not moved to the device of the model, or a tensor was created inside `forward` without
+        `device=`. Or a tensor is a plain attribute of a module, which `.to(device)` does not move.
     How to mend it:
-        Move the tensor that is named to the device of the other: `x = x.to(next(model.parameters()).device)`. A constant of a module
-        belongs in `register_buffer`, so that it moves along.
+        Move the named tensor to the device of the other: `x = x.to(next(model.parameters()).device)`.
+        Register a module's constant with `register_buffer`, so that `.to(device)` moves it.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer
@@ -102,21 +102,22 @@ def two_devices(failure: FailureRecord) -> Answer | None:
     inside = failure.module
     mend = f"{culprit} = {culprit}.to({one!r})" if culprit and culprit.isidentifier() and one != "meta" else "x = x.to(next(model.parameters()).device)"
     if inside and inside.path and culprit in ("input", "x", ""):
-        mend = f"{inside.path}.to(device) and the batch: x = x.to(device), with one and the same device"
-    return Answer(f"an operation{where} was given tensors on {one} and on {other}", mend, seen(tensors, 6))
+        mend = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
+    return Answer(f"an operation{where} got tensors on {one} and on {other}", mend, seen(tensors, 6))
 
 
 @kind("FE002", "no-gpu")
 def no_gpu(failure: FailureRecord) -> Answer | None:
-    """The program asks for a GPU, and torch sees none.
+    """The program requests a GPU and torch sees none.
 
     What:
-        CUDA was asked for, and either no NVIDIA driver answers or it shows no device to this process.
+        The program requested CUDA. Either no NVIDIA driver answers, or the driver shows no device to this
+        process.
     Why it happens:
-        The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is empty, or the driver is not
-        loaded after an update of the kernel.
+        The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is
+        empty, or the driver is not loaded after a kernel update.
     How to mend it:
-        `nvidia-smi` shows whether the driver works. A program that should run either way asks first:
+        `nvidia-smi` shows whether the driver works. To run on either device, use
         `device = "cuda" if torch.cuda.is_available() else "cpu"`.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices
@@ -134,24 +135,26 @@ def no_gpu(failure: FailureRecord) -> Answer | None:
         return None
     why = "no NVIDIA driver answers on this machine" if "driver" in found.thrown.message[:24] else "torch sees no GPU from this process"
     return Answer(
-        f"the program asks for CUDA, and {why}",
-        'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it in place of "cuda" and .cuda()\n'
+        f"the program requests CUDA, and {why}",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it instead of "cuda" and .cuda()\n'
         "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
-        "echo $CUDA_VISIBLE_DEVICES                               # empty or -1 hides all of them",
+        "echo $CUDA_VISIBLE_DEVICES                               # an empty value or -1 hides all GPUs",
     )
 
 
 @kind("FE003", "no-cuda-build")
 def no_cuda_build(failure: FailureRecord) -> Answer | None:
-    """This build of torch has no CUDA.
+    """This build of torch has no CUDA support.
 
     What:
-        CUDA was asked for, and the installed torch was built for the CPU alone.
+        The program requested CUDA, and the installed torch was built for the CPU only.
     Why it happens:
-        The wheel came from the CPU index (`.../whl/cpu`), from a default that has no CUDA on this system, or another package pulled it in.
+        The wheel came from the CPU index (`.../whl/cpu`), the default wheel for this system has no CUDA, or
+        another package pulled it in.
     How to mend it:
-        Install the build that fits the driver: `pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128`.
-        `python -c "import torch; print(torch.__version__, torch.version.cuda)"` shows what there is now.
+        Install the build that fits the driver: `pip install --force-reinstall torch --index-url
+        https://download.pytorch.org/whl/cu128`. `python -c "import torch; print(torch.__version__,
+        torch.version.cuda)"` shows the installed build.
     Sources:
         https://pytorch.org/get-started/locally/
     """
@@ -160,7 +163,7 @@ def no_cuda_build(failure: FailureRecord) -> Answer | None:
         return None
     version = failure.facts.get("torch", "")
     return Answer(
-        f"the installed torch{' ' + version if version else ''} was built without CUDA, and the program asks for it",
+        f"the installed torch{' ' + version if version else ''} was built without CUDA, and the program requests it",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128\n"
         'device = "cuda" if torch.cuda.is_available() else "cpu"   # to run on the CPU until then',
     )
@@ -168,14 +171,16 @@ def no_cuda_build(failure: FailureRecord) -> Answer | None:
 
 @kind("FE004", "driver-too-old")
 def driver_too_old(failure: FailureRecord) -> Answer | None:
-    """The NVIDIA driver is older than this build of torch needs.
+    """The NVIDIA driver is too old for this build of torch.
 
     What:
-        The driver supports CUDA up to the version that is named; torch was built with a newer one.
+        The driver supports CUDA up to the named version, and torch was built with a newer one.
     Why it happens:
-        torch was updated and the driver was not. Within one major version of CUDA old drivers mostly serve, across major versions never.
+        torch was updated and the driver was not. Within one major version of CUDA old drivers usually work;
+        across major versions they never do.
     How to mend it:
-        Update the driver, or install the build of torch for the CUDA version that `nvidia-smi` shows at its top right.
+        Update the driver, or install the build of torch for the CUDA version that `nvidia-smi` shows at the
+        top right.
     Sources:
         https://docs.nvidia.com/deploy/cuda-compatibility/
     """
@@ -201,15 +206,15 @@ def driver_too_old(failure: FailureRecord) -> Answer | None:
 
 @kind("FE005", "no-kernel-image")
 def no_kernel_image(failure: FailureRecord) -> Answer | None:
-    """The build has no machine code for this GPU.
+    """This build has no machine code for the GPU.
 
     What:
-        A kernel was started for which the binary holds no code that this GPU can run.
+        A kernel was launched for which the binary has no code that this GPU can run.
     Why it happens:
-        The GPU is newer than the build of torch (or of an extension), or older than what it still supports.
+        The GPU is newer than the build of torch (or of an extension), or too old for it.
     How to mend it:
-        Compare `torch.cuda.get_device_capability()` with `torch.cuda.get_arch_list()`. Install a build that lists the GPU's architecture;
-        build an extension again with `TORCH_CUDA_ARCH_LIST` set to it.
+        Compare `torch.cuda.get_device_capability()` with `torch.cuda.get_arch_list()`. Install a build that
+        lists the GPU's architecture. Rebuild an extension with `TORCH_CUDA_ARCH_LIST` set to it.
     Sources:
         https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
         https://github.com/pytorch/pytorch/issues/31285
@@ -223,25 +228,26 @@ def no_kernel_image(failure: FailureRecord) -> Answer | None:
     gpu = f"this GPU ({facts['gpu']}, capability {capability})" if facts.get("gpu") else f"this GPU (capability {capability})" if capability else "this GPU"
     built = [f"torch {facts.get('torch', '')} was built for {facts['built_for']}"] if facts.get("built_for") else []
     return Answer(
-        f"a kernel was started that was not built for {gpu}",
-        'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the first must be in the second\n'
-        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # newest GPUs need a new build\n"
-        f"TORCH_CUDA_ARCH_LIST={capability or 'X.Y'} pip install --no-binary :all: --force-reinstall EXTENSION   # where it is not torch's own kernel",
+        f"a kernel was launched that was not built for {gpu}",
+        'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the list must contain the capability\n'
+        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # the newest GPUs need a new build\n"
+        f"TORCH_CUDA_ARCH_LIST={capability or 'X.Y'} pip install --no-binary :all: --force-reinstall EXTENSION   # if the kernel is from an extension",
         built,
     )
 
 
 @kind("FE006", "no-such-device")
 def no_such_device(failure: FailureRecord) -> Answer | None:
-    """A device number that is not there.
+    """The device number does not exist.
 
     What:
-        A GPU was named by a number for which this process sees no device.
+        The program named a GPU by a number for which this process sees no device.
     Why it happens:
-        More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (those that are left are counted from 0), or the number
-        is written into the script or the checkpoint.
+        More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (the rest are numbered
+        from 0), or the number is hard-coded in the script or the checkpoint.
     How to mend it:
-        Use LOCAL_RANK for the number, start as many ranks as `torch.cuda.device_count()` says, and count from 0 behind CUDA_VISIBLE_DEVICES.
+        Use LOCAL_RANK as the number, start at most `torch.cuda.device_count()` ranks, and count from 0 under
+        CUDA_VISIBLE_DEVICES.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/run.html
     """
@@ -256,27 +262,30 @@ def no_such_device(failure: FailureRecord) -> Answer | None:
         return None
     if found["count"]:
         return Answer(
-            f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']}", 'torch.load(path, map_location="cuda:0")   # or "cpu"'
+            f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']} GPUs",
+            'torch.load(path, map_location="cuda:0")   # or "cpu"'
         )
     rank = f" (this is rank {failure.rank} of {failure.world_size})" if failure.rank is not None and failure.world_size else ""
     return Answer(
-        f"a GPU was named by a number that this process does not see{rank}",
-        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # no more ranks than GPUs',
+        f"the program named a GPU by a number that this process does not see{rank}",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
     )
 
 
 @kind("FE007", "cuda-after-fork")
 def cuda_after_fork(failure: FailureRecord) -> Answer | None:
-    """CUDA was in use before the process was forked.
+    """CUDA was used before the process forked.
 
     What:
-        A forked child tried to use CUDA, and its parent had begun to use it before the fork. A CUDA context cannot be forked.
+        A forked child tried to use CUDA, and its parent had used it before the fork. A CUDA context cannot be
+        forked.
     Why it happens:
-        The data set or its collate function touches CUDA in a worker, or processes are started with fork after `.cuda()`. Even
-        `torch.cuda.init()` or `torch.cuda.is_available()` with some settings counts as use.
+        The data set or its collate function uses CUDA in a worker, or processes are forked after `.cuda()`.
+        Even `torch.cuda.init()`, or `torch.cuda.is_available()` with some settings, counts as use.
     How to mend it:
-        Keep workers on the CPU and move the batch in the training loop. Where a child must use CUDA, start it with spawn:
-        `multiprocessing_context="spawn"` of the loader, or `torch.multiprocessing.set_start_method("spawn")` first thing under the main guard.
+        Keep workers on the CPU and move the batch in the training loop. If a child must use CUDA, start it
+        with spawn: pass `multiprocessing_context="spawn"` to the loader, or call
+        `torch.multiprocessing.set_start_method("spawn")` first under the main guard.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing
     """
@@ -284,7 +293,7 @@ def cuda_after_fork(failure: FailureRecord) -> Answer | None:
     if found is None or (found.thrown.message.startswith("CUDA error") and not any(one.link == "carried" for one in failure.chain)):
         return None
     return Answer(
-        "a forked process uses CUDA, and its parent had used it before the fork",
-        'DataLoader(..., multiprocessing_context="spawn")          # where the data set must use CUDA; better, move the batch in the loop\n'
-        'torch.multiprocessing.set_start_method("spawn")           # first line under if __name__ == "__main__":',
+        "a forked process uses CUDA, and its parent had used CUDA before the fork",
+        'DataLoader(..., multiprocessing_context="spawn")          # if the data set must use CUDA; moving the batch in the loop is better\n'
+        'torch.multiprocessing.set_start_method("spawn")           # as the first line under if __name__ == "__main__":',
     )

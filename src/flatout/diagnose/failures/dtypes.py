@@ -1,4 +1,4 @@
-"""Failures of number formats: two of them in one operation, targets and indices of the wrong one, operations that a format lacks."""
+"""Failures of dtypes: mixed dtypes, targets and indices of the wrong dtype, unsupported operations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOSSES = (
 
 
 def _in_loss(failure: FailureRecord) -> str:
-    """The loss whose code was running, or that the failing line calls."""
+    """The loss function that was running or that the failing line calls."""
     for thrown in failure.chain:
         for frame in reversed(thrown.frames):
             if frame.function in LOSSES:
@@ -52,16 +52,17 @@ def _in_loss(failure: FailureRecord) -> str:
 
 @kind("FE010", "two-dtypes")
 def two_dtypes(failure: FailureRecord) -> Answer | None:
-    """Two number formats in one operation.
+    """One operation got two dtypes.
 
     What:
-        A layer or a product was given numbers of another format than its weights. Matrix products and convolutions never convert.
+        A layer or a product got an input whose dtype differs from its weights. Matrix products and
+        convolutions never convert.
     Why it happens:
-        NumPy's numbers are float64 and its images uint8, so `torch.from_numpy` gives double or byte; or a part of the model was converted
-        (`.half()`, `.bfloat16()`) and its input was not, or autocast ended too early.
+        NumPy numbers are float64 and images uint8, so `torch.from_numpy` gives double or byte. Or part of the
+        model was converted (`.half()`, `.bfloat16()`) and its input was not, or autocast ended too early.
     How to mend it:
-        Convert the batch to the format of the weights: `x = x.to(weight.dtype)`; for mixed precision use `torch.autocast` and leave the
-        model in float32.
+        Convert the batch to the dtype of the weights: `x = x.to(weight.dtype)`. For mixed precision use
+        `torch.autocast` and leave the model in float32.
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
@@ -86,7 +87,7 @@ def two_dtypes(failure: FailureRecord) -> Answer | None:
     tensors = on_own_line(failure) or failure.tensors
     name = next((tensor.name for tensor in tensors if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()), "x")
     where = layer(failure) or "a product"
-    return Answer(f"{where} was given {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", seen(tensors))
+    return Answer(f"{where} got {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", seen(tensors))
 
 
 def _spelled(name: str) -> str:
@@ -110,13 +111,14 @@ def _common(name: str) -> str:
 
 @kind("FE011", "target-dtype")
 def target_dtype(failure: FailureRecord) -> Answer | None:
-    """Targets of the wrong number format for the loss.
+    """The targets have the wrong dtype for the loss.
 
     What:
-        The loss was given targets of a format that it does not take: classes are whole numbers (int64), targets of a regression and of a
+        The loss does not accept targets of this dtype. Class labels are int64. Targets of a regression or a
         binary loss are floating point.
     Why it happens:
-        Labels were read as floats, or `mse_loss` and `binary_cross_entropy` were given the whole numbers that `cross_entropy` wants.
+        Labels were read as floats, or `mse_loss` or `binary_cross_entropy` got the integers that
+        `cross_entropy` needs.
     How to mend it:
         `target.long()` for `cross_entropy` and `nll_loss`, `target.float()` for the others.
     Sources:
@@ -145,9 +147,9 @@ def target_dtype(failure: FailureRecord) -> Answer | None:
     if not loss and not backward and found["wants"]:
         wants = "long" if found["wants"] == "Long" else "float"
     target = next((tensor.name for tensor in on_own_line(failure) if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()), "target")
-    got = _common(found["got"]) if found["got"] else "another format"
+    got = _common(found["got"]) if found["got"] else "another dtype"
     return Answer(
-        f"the loss{f' `{loss}`' if loss else ''} was given `{target}` as {got} and wants {_common(wants)}",
+        f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
         f"{target} = {target}.{wants}()",
         seen(on_own_line(failure)),
     )
@@ -155,15 +157,16 @@ def target_dtype(failure: FailureRecord) -> Answer | None:
 
 @kind("FE012", "no-such-operation")
 def no_such_operation(failure: FailureRecord) -> Answer | None:
-    """An operation that does not exist for this number format here.
+    """The operation does not support this dtype on this device.
 
     What:
-        The operation has no implementation for the format on this device: most often half precision on the CPU, or whole numbers where only
-        fractions make sense.
+        The operation has no implementation for the dtype on this device. Usually the dtype is half precision
+        on the CPU, or integers for an operation that needs floating point.
     Why it happens:
-        A model that was converted for a GPU (`.half()`) runs on the CPU, or a mean or a norm is asked of whole numbers.
+        A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of
+        integers.
     How to mend it:
-        Do this one step in float32: `x.float()`. On the CPU bfloat16 has more operations than float16.
+        Run this operation in float32: `x.float()`. On the CPU bfloat16 supports more operations than float16.
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
@@ -179,23 +182,23 @@ def no_such_operation(failure: FailureRecord) -> Answer | None:
     if found is None or "loss" in found["what"] or _in_loss(failure):
         return None
     return Answer(
-        f"`{found['what']}` does not exist for {_common(found['dtype'])} on this device{' in ' + layer(failure) if layer(failure) else ''}",
-        "x = x.float()                                            # for this step, and back with .to(dtype) afterwards\n"
-        'model.float()                                            # on the CPU leave the model in float32, or use torch.autocast("cpu")',
+        f"`{found['what']}` does not support {_common(found['dtype'])} on this device{' in ' + layer(failure) if layer(failure) else ''}",
+        "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
+        'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
         seen(on_own_line(failure)),
     )
 
 
 @kind("FE013", "index-dtype")
 def index_dtype(failure: FailureRecord) -> Answer | None:
-    """Indices that are not whole numbers.
+    """The indices are not integers.
 
     What:
-        An embedding or an index was given numbers of a format that cannot be an index.
+        An embedding or an index operation got a dtype that cannot be an index.
     Why it happens:
-        Tokens or labels were read as floats, or went through an operation that made floats of them.
+        Tokens or labels were read as floats, or an operation converted them to floats.
     How to mend it:
-        `tokens = tokens.long()`, best where the data set makes them.
+        `tokens = tokens.long()`, preferably in the data set.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
     """
@@ -215,7 +218,7 @@ def index_dtype(failure: FailureRecord) -> Answer | None:
     name = next((tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index")
     got = f" as {_common(found['got'])}" if found["got"] else ""
     return Answer(
-        f"{layer(failure) or 'an index operation'} was given indices{f' (`{name}`)' if name != 'index' else ''}{got}, and wants whole numbers",
+        f"{layer(failure) or 'an index operation'} got indices{f' (`{name}`)' if name != 'index' else ''}{got} and needs integers",
         f"{name} = {name}.long()",
         seen(tensors),
     )
@@ -223,14 +226,14 @@ def index_dtype(failure: FailureRecord) -> Answer | None:
 
 @kind("FE014", "numpy-has-no-bfloat16")
 def numpy_has_no_bfloat16(failure: FailureRecord) -> Answer | None:
-    """A bfloat16 tensor on its way to NumPy.
+    """A bfloat16 tensor was converted to NumPy.
 
     What:
-        `.numpy()` was asked of a tensor whose format NumPy does not have.
+        `.numpy()` was called on a tensor whose dtype NumPy does not support.
     Why it happens:
-        The output of a model under autocast, or of a model in bfloat16, is turned into an array for a metric or a picture.
+        The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
     How to mend it:
-        `x.float().numpy()`; for what needs a gradient and lives on a GPU `x.detach().float().cpu().numpy()`.
+        `x.float().numpy()`; for a tensor with a gradient or on a GPU `x.detach().float().cpu().numpy()`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
     """
@@ -239,4 +242,4 @@ def numpy_has_no_bfloat16(failure: FailureRecord) -> Answer | None:
         return None
     names = [tensor.name for tensor in on_own_line(failure) if tensor.dtype.lower() == found["dtype"].lower()]
     name = names[0] if names else "x"
-    return Answer(f"`{name}` is {found['dtype'].lower()}, which NumPy does not have", f"{name}.detach().float().cpu().numpy()", seen(on_own_line(failure)))
+    return Answer(f"`{name}` is {found['dtype'].lower()}, which NumPy does not support", f"{name}.detach().float().cpu().numpy()", seen(on_own_line(failure)))

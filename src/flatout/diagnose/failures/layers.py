@@ -1,4 +1,4 @@
-"""Failures of layers that were made for another size, told with the layer's own name."""
+"""Failures of layers that expect another input size. The messages name the layer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 @kind("FE021", "convolution-input")
 def convolution_input(failure: FailureRecord) -> Answer | None:
-    """A convolution with other channels or dimensions than it was made for.
+    """A convolution got the wrong number of channels or dimensions.
 
     What:
         The input's channels (its second size, NCHW) must equal `in_channels`.
     Why it happens:
-        Grey images in a network for colour ones or the reverse, images with channels last as NumPy and PIL give them (NHWC), or an image
-        without its batch.
+        Grey images in a network for colour images or the reverse, images with channels last as in NumPy and
+        PIL (NHWC), or an image without a batch dimension.
     How to mend it:
-        `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)` for a single image,
-        `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
+        `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)`
+        for a single image, `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html
     """
@@ -42,30 +42,30 @@ def convolution_input(failure: FailureRecord) -> Answer | None:
     )
     if not found["wants"]:
         return Answer(
-            f"{name} was given {shape(found['size'])}, and wants {found['dims'] or 'another number of dimensions'}",
-            "x = x.unsqueeze(0)   # a single image: add its batch",
+            f"{name} got an input of {shape(found['size'])} and expects {found['dims'] or 'another number of dimensions'}",
+            "x = x.unsqueeze(0)   # a single image: add the batch dimension",
             sizes(failure),
         )
     numbers = re.findall(r"\d+", found["size"])
     if numbers and numbers[-1] == found["wants"] and numbers[-1] != found["got"]:
-        mend = "x = x.permute(0, 3, 1, 2)   # the channels stand last (NHWC); torch wants them second"
+        mend = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
     elif found["wants"] == "3" and found["got"] == "1":
         mend = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
     else:
-        mend = f"nn.Conv2d({found['got']}, ...)   # or bring the input to {found['wants']} channels"
-    return Answer(f"{name} expects {found['wants']} channels and was given {found['got']} (input {shape(found['size'])})", mend, sizes(failure))
+        mend = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
+    return Answer(f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})", mend, sizes(failure))
 
 
 @kind("FE022", "batch-norm-width")
 def batch_norm_width(failure: FailureRecord) -> Answer | None:
-    """Batch normalisation made for another number of channels.
+    """Batch normalisation got the wrong number of channels.
 
     What:
         `num_features` must equal the input's channels (its second size).
     Why it happens:
-        A layer before it was changed, or the two were written in another order than they are called.
+        The layer before it was changed, or the layers are called in another order than they are defined.
     How to mend it:
-        `nn.BatchNorm2d(channels that arrive)`.
+        `nn.BatchNorm2d(channels of the input)`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
     """
@@ -83,23 +83,24 @@ def batch_norm_width(failure: FailureRecord) -> Answer | None:
     name = layer(failure) or "the normalisation"
     if found["dims"]:
         return Answer(
-            f"{name} wants {found['dims']} input and was given {found['got']} dimensions",
-            "nn.BatchNorm1d for rows (NxC), 2d for images (NxCxHxW), 3d for volumes",
+            f"{name} expects {found['dims']} input and got {found['got']} dimensions",
+            "nn.BatchNorm1d for rows (NxC), BatchNorm2d for images (NxCxHxW), BatchNorm3d for volumes",
             sizes(failure),
         )
-    return Answer(f"{name} was made for {found['wants']} channels and was given {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
+    return Answer(f"{name} expects {found['wants']} channels and got {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
 
 
 @kind("FE023", "batch-norm-of-one")
 def batch_norm_of_one(failure: FailureRecord) -> Answer | None:
-    """Batch normalisation of a batch of one.
+    """Batch normalisation got a batch of one.
 
     What:
-        In training, batch normalisation needs more than one value for each channel; of one there is no variance.
+        In training, batch normalisation needs more than one value per channel to compute a variance.
     Why it happens:
-        The last batch of an epoch holds one sample (`len(dataset) % batch_size == 1`), or the model is meant to be in `eval()`.
+        The last batch of an epoch has one sample (`len(dataset) % batch_size == 1`), or the model should be
+        in `eval()` mode.
     How to mend it:
-        `DataLoader(..., drop_last=True)` for training; `model.eval()` where single samples are judged.
+        `DataLoader(..., drop_last=True)` for training; `model.eval()` to evaluate single samples.
     Sources:
         https://github.com/pytorch/pytorch/issues/4534
     """
@@ -108,21 +109,22 @@ def batch_norm_of_one(failure: FailureRecord) -> Answer | None:
         return None
     at = f" (batch {failure.batch} of the loader)" if failure.batch else ""
     return Answer(
-        f"{layer(failure) or 'a normalisation'} was given a batch of one{at}, {shape(found['size'])}, and cannot take its variance",
-        "DataLoader(..., drop_last=True)   # the last batch of the epoch has one sample\nmodel.eval()                      # if this is not training",
+        f"{layer(failure) or 'a normalisation'} got a batch of one{at}, {shape(found['size'])}, and cannot compute its variance",
+        "DataLoader(..., drop_last=True)   # if the last batch of the epoch has one sample\nmodel.eval()                      # if this is not training",
     )
 
 
 @kind("FE027", "layer-width")
 def layer_width(failure: FailureRecord) -> Answer | None:
-    """A normalisation, recurrent or attention layer made for another width.
+    """A normalisation, recurrent or attention layer got the wrong width.
 
     What:
-        The last size of the input must be the width that the layer was made for.
+        The last size of the input must equal the width of the layer.
     Why it happens:
-        Another tokenizer, embedding or feature set than the one that the layer was written for, or batch and time are exchanged.
+        The tokenizer, embedding or feature set differs from the one the layer was written for, or batch and
+        time are swapped.
     How to mend it:
-        Give the layer the width that arrives; check `batch_first`.
+        Give the layer the width of its input, and check `batch_first`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
     """
@@ -147,25 +149,27 @@ def layer_width(failure: FailureRecord) -> Answer | None:
         got = "x".join(got.split("x")[-len(wants.split("x")) :])
     if "divisible by num_heads" in found.thrown.message:
         return Answer(
-            "the width of the attention is no multiple of its heads", "embed_dim % num_heads == 0   # choose heads that divide the width", sizes(failure)
+            "the attention width is not a multiple of the number of heads", "embed_dim % num_heads == 0   # choose heads that divide the width", sizes(failure)
         )
     if not wants:
-        return Answer(f"{name} was given {got} dimensions", "x.unsqueeze(0)   # a single sequence: add its batch", sizes(failure))
+        return Answer(f"{name} got {got} dimensions", "x.unsqueeze(0)   # a single sequence: add the batch dimension", sizes(failure))
     return Answer(
-        f"{name} was made for {wants} and was given {got}", f"make the layer for {got}, or check batch_first and the tokens that arrive", sizes(failure)
+        f"{name} expects {wants} and got {got}", f"build the layer for {got}, or check batch_first and the input tokens", sizes(failure)
     )
 
 
 @kind("FE028", "too-small-for-the-kernel")
 def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
-    """An image smaller than the window that goes over it.
+    """The image is smaller than the kernel.
 
     What:
-        A convolution or pooling has a window that is larger than what is left of the image.
+        A convolution or pooling kernel is larger than the remaining feature map.
     Why it happens:
-        The network halves the image more often than its size allows: written for 224 pixels and fed with 32 or 28.
+        The network halves the image more often than its size allows: it was written for 224 pixels and gets
+        32 or 28.
     How to mend it:
-        Larger images (`transforms.Resize`), less stride or pooling at the beginning, `padding=`, or `nn.AdaptiveAvgPool2d(1)` at the end.
+        Use larger images (`transforms.Resize`), less stride or pooling in the first layers, `padding=`, or
+        `nn.AdaptiveAvgPool2d(1)` at the end.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html
     """
@@ -179,9 +183,9 @@ def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     got = found["got"].replace(" ", "")
-    window = f" and its window {found['wants'].replace(' ', '')}" if found["wants"] else ""
+    window = f" with a kernel of {found['wants'].replace(' ', '')}" if found["wants"] else ""
     return Answer(
-        f"{layer(failure) or 'a convolution or pooling'} was given an image of {got}{window}: nothing would be left",
-        "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or halve less often: the first strides and poolings are for 224 pixels",
+        f"{layer(failure) or 'a convolution or pooling'} got an image of {got}{window}: the output would be empty",
+        "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or less downsampling: the first strides and poolings are for 224 pixels",
         sizes(failure),
     )

@@ -1,4 +1,4 @@
-"""Failures of loaders and of the processes that they start."""
+"""Failures of data loaders and of the processes that they start."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from flatout.diagnose.kind import RUNTIME, Answer, hit, kind
 from flatout.plan.failure import FailureRecord, Thrown
 
 SIGNALS = {
-    "Killed": "SIGKILL: the OOM killer, or a person",
+    "Killed": "SIGKILL: the OOM killer, or a user",
     "Segmentation fault": "SIGSEGV: a crash in native code",
-    "Aborted": "SIGABRT: native code gave up",
-    "Terminated": "SIGTERM: somebody asked it to end",
+    "Aborted": "SIGABRT: native code aborted",
+    "Terminated": "SIGTERM: a request to terminate",
     "Bus error": "SIGBUS",
 }
 
 
 def _carried(failure: FailureRecord) -> tuple[Thrown, Thrown] | None:
-    """The exception of another process and the one that carried it here."""
+    """The exception of another process, and the exception of this process that contains it."""
     for inner, outer in zip(failure.chain, failure.chain[1:], strict=False):
         if inner.link == "carried":
             return inner, outer
@@ -29,11 +29,14 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
     """An exception in a loader worker or a spawned process.
 
     What:
-        Code of the program's own raised in another process; its traceback was carried here, and the first of the two is the one to read.
+        Code of the program raised an exception in another process. The first traceback, the one from that
+        process, shows the cause.
     Why it happens:
-        Whatever the inner exception says. In a worker, `__getitem__`, a transform or the collate function raised.
+        The inner exception shows the cause. In a worker, `__getitem__`, a transform or the collate function
+        raised it.
     How to mend it:
-        Mend the line that is named. `num_workers=0` runs the same code in the main process, where a debugger stops at it.
+        Fix the named line. `num_workers=0` runs the same code in the main process, where a debugger can stop
+        at it.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html
     """
@@ -51,9 +54,9 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
     first = inner.message.split("\n")[0][:160]
     return Answer(
         f"{inner.type.rpartition('.')[2]} in {name}{line}" + (f": {first}" if first else ""),
-        "DataLoader(..., num_workers=0)   # runs the same code here, where a debugger stops at it"
+        "DataLoader(..., num_workers=0)   # runs the same code in this process, where a debugger can stop at it"
         if where
-        else "mend the line that is named; it runs in every process",
+        else "fix the named line; it runs in every process",
         [],
         own.place() if own else None,
     )
@@ -61,16 +64,18 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
 
 @kind("FE071", "worker-ended")
 def worker_ended(failure: FailureRecord) -> Answer | None:
-    """A loader worker or a started process that ended.
+    """A loader worker or a child process ended unexpectedly.
 
     What:
-        A process that the program waited for was ended by a signal or left by itself.
+        A process that the program waited for was ended by a signal or exited.
     Why it happens:
-        SIGKILL is most often the OOM killer; SIGSEGV and SIGABRT come from native code (decoders, OpenCV, a library that does not survive a
-        fork); an exit without a word from `os._exit` or a library that calls it.
+        SIGKILL usually comes from the OOM killer. SIGSEGV and SIGABRT come from native code (decoders,
+        OpenCV, a library that is not fork-safe). An exit without a message comes from `os._exit` or a library
+        that calls it.
     How to mend it:
-        `num_workers=0` shows whether the code itself fails. For memory fewer workers; for a library that does not survive a fork
-        `multiprocessing_context="spawn"`, and `cv2.setNumThreads(0)` for OpenCV.
+        `num_workers=0` shows whether the code itself fails. If memory is the cause, use fewer workers. For a
+        library that is not fork-safe use `multiprocessing_context="spawn"`, and for OpenCV
+        `cv2.setNumThreads(0)`.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
         https://github.com/pytorch/pytorch/issues/8976
@@ -87,13 +92,13 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
     inner = None
     if found is None and _handing_over(failure):
         return Answer(
-            "a loader worker ended while it handed over a batch (its own end is told nowhere)",
+            "a loader worker ended while it passed on a batch (the reason was not reported)",
             "DataLoader(..., num_workers=0)                             # does the code itself fail?\n"
-            "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it killed for want of memory? then fewer workers",
+            "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it out of memory? then use fewer workers",
         )
     if found is None or found["signal"] == "Bus error":
         return None
-    if not found["signal"]:  # what is said of its end may stand in the exception before
+    if not found["signal"]:  # the previous exception may name the signal
         inner = hit(failure, RUNTIME, r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.")
     signal = found["signal"] or (inner["signal"] if inner else "")
     if signal == "Bus error":
@@ -107,30 +112,31 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
         said = f"{who} was ended by {SIGNALS.get(signal, signal)}"
     else:
         said = f"{who} ended unexpectedly" + (f" with exit code {found['code']}" if found["code"] else ", without an exception")
-    memory = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it memory? then fewer workers\n" if signal == "Killed" else ""
+    memory = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers\n" if signal == "Killed" else ""
     return Answer(
         said,
         memory + "DataLoader(..., num_workers=0)                      # does the code itself fail?\n"
-        'DataLoader(..., multiprocessing_context="spawn")    # a library that does not survive a fork; cv2.setNumThreads(0) for OpenCV',
+        'DataLoader(..., multiprocessing_context="spawn")    # for a library that is not fork-safe; cv2.setNumThreads(0) for OpenCV',
     )
 
 
 def _handing_over(failure: FailureRecord) -> bool:
-    """A tensor in shared memory is asked for from the process that made it, and that one is gone."""
+    """Whether a shared-memory tensor was requested from a process that no longer exists."""
     gone = hit(failure, ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError"), r"")
     return gone is not None and any(frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames)
 
 
 @kind("FE072", "samples-of-other-sizes")
 def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
-    """Samples of several sizes in one batch.
+    """The samples of a batch have different sizes.
 
     What:
-        The loader puts the samples of a batch into one tensor, and they have not one size.
+        The loader stacks the samples of a batch into one tensor, and their sizes differ.
     Why it happens:
-        Images that were not brought to one size, sequences without padding, or a sample that is broken (grey instead of colour).
+        Images were not resized to one size, sequences were not padded, or a sample is damaged (grey instead
+        of colour).
     How to mend it:
-        A transform that ends in one size; `collate_fn=` with `pad_sequence` for sequences.
+        Use a transform that gives a fixed size, or `collate_fn=` with `pad_sequence` for sequences.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
     """
@@ -146,29 +152,31 @@ def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
         return None
     batch = f" of batch {failure.batch + 1}" if failure.batch is not None else ""
     if found["one"]:
-        said = f"sample 0{batch} is {found['one']} and sample {found['at']} is {found['other']}: they do not fit into one tensor"
+        said = f"sample 0{batch} is {found['one']} and sample {found['at']} is {found['other']}: they cannot be stacked into one tensor"
         image = len(re.findall(r"\d+", found["one"])) == 3
     else:
-        said, image = f"the samples{batch} are lists of several lengths (or share memory that cannot grow): they do not fit into one tensor", False
-    pad = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # sequences"
-    return Answer(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # images: one size, one number of channels\n{pad}" if image else pad)
+        said, image = f"the samples{batch} are lists of different lengths (or share memory that cannot grow): they cannot be stacked into one tensor", False
+    pad = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"
+    return Answer(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels\n{pad}" if image else pad)
 
 
 def _collates(failure: FailureRecord) -> bool:
-    """Whether a loader was putting samples together."""
+    """Whether a loader was collating samples."""
     return any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
 
 
 @kind("FE073", "sample-of-a-strange-type")
 def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
-    """A sample that cannot become part of a batch.
+    """A sample has a type that the loader cannot collate.
 
     What:
-        The loader makes batches of tensors, arrays, numbers, strings, and of lists and dictionaries of these.
+        The loader collates tensors, arrays, numbers, strings, and lists and dictionaries of these.
     Why it happens:
-        `__getitem__` gives None for a broken sample, a PIL image that no transform made a tensor of, or an object of one's own.
+        `__getitem__` returns None for a damaged sample, a PIL image without a transform to a tensor, or a
+        custom object.
     How to mend it:
-        `transforms.ToTensor()` at the end of the transforms; a `collate_fn` that leaves None out, or that knows the objects.
+        Put `transforms.ToTensor()` at the end of the transforms, or use a `collate_fn` that drops None or
+        handles the objects.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
     """
@@ -184,26 +192,27 @@ def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
         return None
     name = found["type"]
     if name == "NoneType":
-        mend = "DataLoader(..., collate_fn=lambda rows: default_collate([row for row in rows if row is not None]))   # leaves broken samples out"
+        mend = "DataLoader(..., collate_fn=lambda rows: default_collate([row for row in rows if row is not None]))   # drops damaged samples"
     elif name.startswith("PIL."):
-        mend = "transforms.ToTensor()   # as the last of the transforms"
+        mend = "transforms.ToTensor()   # as the last transform"
     else:
-        mend = "DataLoader(..., collate_fn=...)   # a function that knows this type; or give tensors from __getitem__"
-    return Answer(f"the data set gave a sample of type {name}, and the loader cannot put it into a batch", mend)
+        mend = "DataLoader(..., collate_fn=...)   # a function that handles this type; or return tensors from __getitem__"
+    return Answer(f"the data set returned a sample of type {name}, and the loader cannot collate it", mend)
 
 
 @kind("FE074", "cannot-be-pickled")
 def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
-    """Something that a spawned process cannot be given.
+    """An object for a spawned process cannot be pickled.
 
     What:
-        A process that is spawned gets its data set, functions and arguments pickled, and a part of them cannot be.
+        A spawned process receives its data set, functions and arguments pickled, and one of them cannot be
+        pickled.
     Why it happens:
-        A lambda or a function inside a function (as a transform or `collate_fn`), a class inside a function, an open file, a lock, a database
-        connection, a generator.
+        A lambda or a nested function (as a transform or `collate_fn`), a nested class, an open file, a lock,
+        a database connection or a generator.
     How to mend it:
-        Functions and classes at the top of a module; `functools.partial` in place of a lambda; open files and connections in the worker
-        (first use, or `worker_init_fn`).
+        Define functions and classes at the top of a module, and use `functools.partial` instead of a lambda.
+        Open files and connections in the worker (on first use, or in `worker_init_fn`).
     Sources:
         https://docs.python.org/3/library/pickle.html#what-can-be-pickled-and-unpickled
     """
@@ -218,17 +227,17 @@ def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
         r"can't pickle (?P<type>\S+) objects",
     )
     if found is None or (found.thrown.frames and not _starts_a_process(failure)):
-        return None  # somebody pickles by hand, or copies
+        return None  # the program pickles or copies for another purpose
     if found["attribute"]:
         return Answer(
-            f"a started process does not find `{found['attribute']}` in {found['module']}: it was made where the new process does not come by",
-            "put it at the top of a module that can be imported (not under the main guard, not in a notebook)",
+            f"a child process does not find `{found['attribute']}` in {found['module']}: it was defined in code that the new process does not run",
+            "define it at the top of a module that can be imported (not under the main guard, not in a notebook)",
         )
     what = found["local"] or found["object"] or f"an object of type {found['type']}"
     function = "lambda" in what or "<locals>" in what
     return Answer(
-        f"`{what}` cannot be pickled, and a spawned process must be given everything pickled",
-        "def at_the_top_of_the_module(x): ...   # in place of a lambda or an inner function; functools.partial for arguments"
+        f"`{what}` cannot be pickled, and a spawned process receives everything pickled",
+        "def at_the_top_of_the_module(x): ...   # instead of a lambda or a nested function; functools.partial for arguments"
         if function
         else "open it in the worker: on first use, or in worker_init_fn",
     )
@@ -240,33 +249,35 @@ def _starts_a_process(failure: FailureRecord) -> bool:
 
 @kind("FE075", "no-main-guard")
 def no_main_guard(failure: FailureRecord) -> Answer | None:
-    """A script that starts processes without a main guard.
+    """A script starts processes without a main guard.
 
     What:
         A spawned process imports the script again, and the script starts processes again.
     Why it happens:
-        Code that starts workers (or trains) stands at the top of the script, and processes are spawned (macOS, Windows, or by choice).
+        Code that starts workers (or trains) is at the top level of the script, and processes are spawned
+        (macOS, Windows, or by choice).
     How to mend it:
-        Put what starts the training under `if __name__ == "__main__":`.
+        Put the code that starts the training under `if __name__ == "__main__":`.
     Sources:
         https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods
     """
     found = hit(failure, RUNTIME, r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase")
     if found is None:
         return None
-    return Answer("the script starts processes as it is imported, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
+    return Answer("the script starts processes on import, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
 
 
 @kind("FE076", "loader-timed-out")
 def loader_timed_out(failure: FailureRecord) -> Answer | None:
-    """A loader that waited too long.
+    """The data loader timed out.
 
     What:
-        No worker gave its batch within `timeout=` seconds.
+        No worker returned its batch within `timeout=` seconds.
     Why it happens:
-        A sample that takes longer than that (a slow disk, a download), or a worker that hangs (a lock held at the fork, a deadlock of OpenCV).
+        A sample takes longer than that (a slow disk, a download), or a worker hangs (a lock held at the fork,
+        a deadlock of OpenCV).
     How to mend it:
-        A longer `timeout`, or 0 for none; `num_workers=0` to see how long one batch takes.
+        Use a longer `timeout`, or 0 for none. Use `num_workers=0` to see how long one batch takes.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html
     """
@@ -275,6 +286,6 @@ def loader_timed_out(failure: FailureRecord) -> Answer | None:
         return None
     batch = f" after {failure.batch + 1} batches" if failure.batch is not None else ""
     return Answer(
-        f"no loader worker gave a batch within {found['seconds']} seconds{batch}",
-        "DataLoader(..., timeout=0)       # or longer than the slowest batch\nDataLoader(..., num_workers=0)   # how long does one batch take, and where?",
+        f"no loader worker returned a batch within {found['seconds']} seconds{batch}",
+        "DataLoader(..., timeout=0)       # or longer than the slowest batch\nDataLoader(..., num_workers=0)   # shows how long one batch takes, and where",
     )

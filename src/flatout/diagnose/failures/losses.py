@@ -1,4 +1,4 @@
-"""Failures of losses and look-ups: labels and tokens out of range, targets of another shape."""
+"""Failures of losses and look-ups: labels and tokens out of range, targets of the wrong shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
 
 
 def out_of_range(tensors: list[TensorSeen], below: int | None, lowest: int = 0) -> tuple[TensorSeen, int, list[int]] | None:
-    """The first tensor of whole numbers with an entry outside [lowest, below), that entry and where it stands. -100 is torch's own "ignore"."""
+    """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
+
+    Skips -100, torch's value for "ignore".
+    """
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
             return tensor, tensor.high, tensor.where_high
@@ -29,22 +32,23 @@ def _batch(failure: FailureRecord) -> str:
 
 
 def _user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
-    """The user's own names first, then torch's (`input`, `target`)."""
+    """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
     return [*on_own_line(failure), *tensors]
 
 
 @kind("FE030", "index-out-of-range")
 def index_out_of_range(failure: FailureRecord) -> Answer | None:
-    """A token or index outside the table.
+    """A token or index is outside the table.
 
     What:
-        An embedding (or another look-up) was asked for a row that it does not have.
+        An embedding (or another look-up) was indexed with a row that it does not have.
     Why it happens:
-        The vocabulary of the tokenizer is larger than `num_embeddings`, tokens were added and the embedding was not resized, a padding of -1
-        or a position beyond the longest sequence.
+        The tokenizer's vocabulary is larger than `num_embeddings`, tokens were added without resizing the
+        embedding, the padding is -1, or a position is beyond the longest sequence.
     How to mend it:
-        `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))` in transformers,
-        `nn.Embedding(len(vocabulary), ...)` in one's own; cut sequences to the positions that there are.
+        `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))`
+        in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
+        of positions.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
     """
@@ -63,32 +67,34 @@ def index_out_of_range(failure: FailureRecord) -> Answer | None:
     name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
     if bad is None and not found["index"]:
         return Answer(
-            f"{name} was asked for a row that it does not have" + (f"; it has {rows:,}" if rows else ""),
-            "print(int(tokens.min()), int(tokens.max()))   # must lie in 0 .. num_embeddings - 1",
+            f"{name} was indexed with a row that it does not have" + (f"; it has {rows:,} rows" if rows else ""),
+            "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
             seen(failure.tensors),
         )
-    value, where, what = (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ") if bad else (found.number("index"), "", "it was asked for ")
+    value, where, what = (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ") if bad else (found.number("index"), "", "it was indexed with ")
     has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
     return Answer(
         f"{what}{value:,}{where}{_batch(failure)}, and {has}",
         f"nn.Embedding({value + 1 if value > 0 else '...'}, ...)   # at least the largest token plus one\n"
         "model.resize_token_embeddings(len(tokenizer))   # in transformers, after tokens were added"
         if value >= 0
-        else f"padding_idx=0, or replace {value} before the look-up: a row below 0 does not exist",
+        else f"padding_idx=0, or replace {value} before the look-up: rows below 0 do not exist",
         seen(failure.tensors),
     )
 
 
 @kind("FE031", "label-out-of-range")
 def label_out_of_range(failure: FailureRecord) -> Answer | None:
-    """A label that is no class of the model.
+    """A label is not a class of the model.
 
     What:
-        The loss got a label below 0 or not below the number of outputs.
+        The loss got a label that is below 0, or equal to or above the number of outputs.
     Why it happens:
-        Labels count from 1, the last layer has fewer outputs than the data set has classes, or unlabelled pixels hold 255.
+        Labels start at 1, the last layer has fewer outputs than the data set has classes, or unlabelled
+        pixels are 255.
     How to mend it:
-        `nn.Linear(..., classes)`; `target - 1` where labels count from 1; `ignore_index=255` for what has no label.
+        `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
+        entries.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
@@ -105,7 +111,7 @@ def label_out_of_range(failure: FailureRecord) -> Answer | None:
     bad = out_of_range(_user_names(failure, failure.tensors), classes)
     label = found.number("label") if found["label"] else bad[1] if bad else None
     if label is None:
-        return Answer("`one_hot` was given a label that is no class", "F.one_hot(target, num_classes=int(target.max()) + 1)", seen(failure.tensors))
+        return Answer("`one_hot` got a label that is not a class", "F.one_hot(target, num_classes=int(target.max()) + 1)", seen(failure.tensors))
     has = f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
     holder = bad[0].name if bad and bad[1] == label else "the target"
     where = _at(bad[2]) if bad and bad[1] == label else ""
@@ -116,26 +122,28 @@ def label_out_of_range(failure: FailureRecord) -> Answer | None:
 
 def label_mend(label: int, classes: int | None) -> str:
     if label < 0:
-        return f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} means: no label"
+        return f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
     lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
     if classes is not None and label == classes:
-        lines.insert(0, "target = target - 1   # if the labels count from 1")
+        lines.insert(0, "target = target - 1   # if the labels start at 1")
     if label == 255:
-        lines.insert(0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 is the usual mark of: no label")
+        lines.insert(0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 usually marks unlabelled pixels")
     return "\n".join(lines)
 
 
 @kind("FE032", "target-shape")
 def target_shape(failure: FailureRecord) -> Answer | None:
-    """Labels of another shape than the loss wants.
+    """The labels have the wrong shape for the loss.
 
     What:
-        For `logits` of NxC (or NxCxHxW) `cross_entropy` wants labels of N (or NxHxW), or probabilities of the very shape of the logits.
+        For `logits` of NxC (or NxCxHxW) `cross_entropy` needs labels of N (or NxHxW), or probabilities of the
+        same shape as the logits.
     Why it happens:
-        Labels with a dimension of 1 too many, one-hot labels of whole numbers, a batch that was flattened into features, or tokens and logits
-        that were not flattened together.
+        Labels have an extra dimension of 1, labels are one-hot integers, the batch was flattened into the
+        features, or tokens and logits were not flattened together.
     How to mend it:
-        `target.squeeze(1)`, `target.argmax(1)` for one-hot, `logits.flatten(0, 1), target.flatten()` for sequences.
+        `target.squeeze(1)`, `target.argmax(1)` for one-hot labels, `logits.flatten(0, 1), target.flatten()`
+        for sequences.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
@@ -156,27 +164,27 @@ def target_shape(failure: FailureRecord) -> Answer | None:
     tensors = seen(_user_names(failure, failure.tensors))
     if found["multi"]:
         return Answer(
-            "the labels have a dimension too many: the loss wants one class number for each sample",
+            "the labels have one dimension too many: the loss needs one class number per sample",
             "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
             tensors,
         )
     if not found["got"] and not found["wants"]:
         return Answer(
-            "the loss wants logits of NxC and was given a single row" if not found["spatial"] else "the loss wants labels of NxHxW for logits of NxCxHxW",
+            "the loss needs logits of NxC and got a single row" if not found["spatial"] else "the loss needs labels of NxHxW for logits of NxCxHxW",
             "logits = logits.unsqueeze(0)   # one sample: add its batch" if not found["spatial"] else "target = target.squeeze(1)   # labels of Nx1xHxW",
             tensors,
         )
     got, wants = found["got"], found["wants"]
     if got.isdigit() and wants.isdigit():
         return Answer(
-            f"the loss was given {got} rows of logits and {wants} labels",
-            "x = x.flatten(1)   # keeps the batch: not x.view(-1, features)\n"
+            f"the loss got {got} rows of logits and {wants} labels",
+            "x = x.flatten(1)   # keeps the batch, unlike x.view(-1, features)\n"
             "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
             tensors,
         )
     return Answer(
-        f"the loss was given labels of {shape(got)} and wants {shape(wants)}",
-        "F.cross_entropy(logits.transpose(1, 2), target)   # classes stand second: NxCxT with NxT",
+        f"the loss got labels of {shape(got)} and needs {shape(wants)}",
+        "F.cross_entropy(logits.transpose(1, 2), target)   # classes are the second dimension: NxCxT with NxT",
         tensors,
     )
 
@@ -187,12 +195,12 @@ def _in_cross_entropy(failure: FailureRecord) -> bool:
 
 @kind("FE033", "binary-target-shape")
 def binary_target_shape(failure: FailureRecord) -> Answer | None:
-    """Targets of another shape than the output, in a binary loss.
+    """The targets of a binary loss differ in shape from the output.
 
     What:
-        `binary_cross_entropy` wants targets of exactly the shape of the output.
+        `binary_cross_entropy` needs targets of exactly the shape of the output.
     Why it happens:
-        A network with one output gives Nx1, and labels come as N.
+        A network with one output gives Nx1, and the labels are N.
     How to mend it:
         `output.squeeze(1)` or `target[:, None]`.
     Sources:
@@ -207,20 +215,21 @@ def binary_target_shape(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     given, wanted = shape(found["target"]), shape(found["input"])
-    mend = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # where both hold the same number"
-    return Answer(f"the targets are {given} and the output is {wanted}; the loss wants one shape", mend, seen(_user_names(failure, failure.tensors)))
+    mend = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # if both have as many elements"
+    return Answer(f"the targets are {given} and the output is {wanted}; the loss needs equal shapes", mend, seen(_user_names(failure, failure.tensors)))
 
 
 @kind("FE034", "not-a-probability")
 def not_a_probability(failure: FailureRecord) -> Answer | None:
-    """A binary loss of what is no probability.
+    """The input of a binary loss is not a probability.
 
     What:
-        `binary_cross_entropy` wants its input between 0 and 1.
+        `binary_cross_entropy` needs an input between 0 and 1.
     Why it happens:
-        The sigmoid is missing, or the output is NaN (which lies nowhere).
+        The sigmoid is missing, or the output is NaN.
     How to mend it:
-        `F.binary_cross_entropy_with_logits(logits, target)`, which also is more exact; no sigmoid before it.
+        `F.binary_cross_entropy_with_logits(logits, target)`, which is also more accurate, with no sigmoid
+        before it.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
     """
@@ -229,10 +238,10 @@ def not_a_probability(failure: FailureRecord) -> Answer | None:
         return None
     if found["what"] == "target":
         return Answer(
-            "the targets of a binary loss lie outside 0 and 1", "target = target / target.max()   # or the right column of the data", seen(failure.tensors)
+            "the targets of a binary loss are outside [0, 1]", "target = target / target.max()   # or read the right column of the data", seen(failure.tensors)
         )
     return Answer(
-        "the input of a binary loss lies outside 0 and 1: it is no probability (or it is NaN)",
+        "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
         "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
         seen(_user_names(failure, failure.tensors)),
     )
@@ -250,14 +259,14 @@ def device_side_assert(failure: FailureRecord) -> Answer | None:
     """An assertion on the GPU failed.
 
     What:
-        A kernel found a value that it must not be given: most often a label or a token out of range. The GPU tells it late, so the line in
-        the traceback is a later one, and nothing more can be done with the GPU in this process.
+        A kernel got an invalid value: usually a label or a token out of range. The GPU reports it late, so
+        the traceback shows a later line, and this process can no longer use the GPU.
     Why it happens:
-        The same as label-out-of-range and index-out-of-range on the CPU; a probability outside 0 and 1 in a binary loss; an index that is
-        too large.
+        The causes are those of label-out-of-range and index-out-of-range on the CPU, a probability outside
+        [0, 1] in a binary loss, or an index that is too large.
     How to mend it:
-        Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`, or with CUDA_LAUNCH_BLOCKING=1 so that
-        the traceback shows the right line.
+        Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`. Or set
+        CUDA_LAUNCH_BLOCKING=1 so that the traceback shows the right line.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
     """
@@ -282,33 +291,33 @@ def device_side_assert(failure: FailureRecord) -> Answer | None:
     if bad is not None:
         tensor, value, where = bad
         return Answer(
-            f"the label {value} (`{tensor.name}`{_at(where)}{_batch(failure)}) is no class: the model has {classes} outputs (0 "
+            f"the label {value} (`{tensor.name}`{_at(where)}{_batch(failure)}) is not a class: the model has {classes} outputs (0 "
             f"to {classes - 1 if classes else 0})",
             label_mend(value, classes),
             [*evidence, *seen(tensors)],
         )
     if CLASSES.search(what):
         sample = f"; sample {asserted['thread']} of its batch or a multiple of the block after it" if asserted and "2d" not in what else ""
-        said = f"a label is below 0 or not below the number of the model's outputs (the loss's own check failed on the GPU{sample})"
+        said = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
         mend = (
-            "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss, names the label\n"
+            "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss; names the label\n"
             "nn.Linear(..., classes)   # as many outputs as there are classes"
         )
     elif re.search(r"srcIndex|index.{0,40}(?:<|out of bounds)|idx", what):
         said = "an index (a token, a position, a row) is out of range, found on the GPU"
-        mend = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest must be below the last"
+        mend = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest token must be below num_embeddings"
     elif re.search(r"input_val|zero.{0,10}one|>= 0 && .{0,20}<= 1", what):
-        said = "the input of a binary loss is no probability (or NaN), found on the GPU"
+        said = "the input of a binary loss is not a probability (or it is NaN), found on the GPU"
         mend = "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it"
     else:
-        said = "a kernel found a value that it must not be given, and the GPU tells it late: the line below may be a later one"
-        mend = "check labels and tokens: they must lie in 0 .. classes - 1"
-    running = f" ({layer(failure)} was running when it was told)" if layer(failure) else ""
+        said = "a kernel got an invalid value, and the GPU reports it late: the real error may be before the line below"
+        mend = "check labels and tokens: they must be in 0 .. classes - 1"
+    running = f" ({layer(failure)} was running when the GPU reported it)" if layer(failure) else ""
     return Answer(said + running, mend + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line", evidence)
 
 
 def _logits(failure: FailureRecord) -> int | None:
-    """The number of classes: the second size of what went into the loss."""
+    """The number of classes: the second size of the loss's input."""
     for thrown in failure.chain:
         for frame in reversed(thrown.frames):
             if frame.function in ("cross_entropy", "nll_loss"):

@@ -1,4 +1,4 @@
-"""Failures of ranks on their way to each other."""
+"""Failures of ranks that cannot connect to each other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from flatout.plan.failure import FailureRecord
 
 @kind("FE082", "port-in-use")
 def port_in_use(failure: FailureRecord) -> Answer | None:
-    """A port that is taken.
+    """The rendezvous port is in use.
 
     What:
-        The ranks meet at a port of rank 0's machine, and another process listens there.
+        The ranks connect to a port on rank 0's machine, and another process already listens on it.
     Why it happens:
-        Another training runs on this machine with the default port (29500), or an earlier one has left a process behind.
+        Another training run on this machine uses the default port (29500), or an earlier run has left a
+        process behind.
     How to mend it:
-        `torchrun --standalone` (one machine) finds a free port by itself; else `--master-port` with another number. `ss -ltnp` shows who
-        listens.
+        `torchrun --standalone` (one machine) finds a free port. Otherwise use `--master-port` with another
+        number. `ss -ltnp` shows the process that listens.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/run.html
     """
@@ -34,9 +35,9 @@ def port_in_use(failure: FailureRecord) -> Answer | None:
         return None
     port = found["port"] or next((match[1] for match in [re.search(r"(?:port: ?|:)(\d{4,5})\b", found.thrown.message)] if match), "")
     return Answer(
-        f"port {port} is in use by another process" if port else "the port at which the ranks meet is in use by another process",
-        "torchrun --standalone --nproc-per-node=N train.py     # one machine: a free port is found\n"
-        f"ss -ltnp 'sport = :{port or 29500}'                        # who listens there: an earlier run that was left behind?",
+        f"port {port} is in use by another process" if port else "the rendezvous port is in use by another process",
+        "torchrun --standalone --nproc-per-node=N train.py     # on one machine: finds a free port\n"
+        f"ss -ltnp 'sport = :{port or 29500}'                        # shows the process that listens, perhaps left by an earlier run",
     )
 
 
@@ -46,14 +47,14 @@ def _meets(failure: FailureRecord) -> bool:
 
 @kind("FE083", "rank-without-address")
 def rank_without_address(failure: FailureRecord) -> Answer | None:
-    """A rank that does not know where to go.
+    """A rank has no rendezvous address.
 
     What:
         `init_process_group` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and one of them is not set.
     Why it happens:
-        The script was started with `python` and wants `torchrun`.
+        The script was started with `python` and needs `torchrun`.
     How to mend it:
-        `torchrun --standalone --nproc-per-node=N train.py`; torchrun sets all of them.
+        `torchrun --standalone --nproc-per-node=N train.py`, which sets all of them.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization
     """
@@ -65,23 +66,24 @@ def rank_without_address(failure: FailureRecord) -> Answer | None:
     )
     if found is None or ("KeyError" in found.thrown.names and not any(frame.file.endswith(("os.py", "<frozen os>")) for frame in found.thrown.frames)):
         return None
-    return Answer(f"{found['name']} is not set: the script wants to be started by torchrun", "torchrun --standalone --nproc-per-node=N train.py")
+    return Answer(f"{found['name']} is not set: start the script with torchrun", "torchrun --standalone --nproc-per-node=N train.py")
 
 
-COMMON = ("Socket Timeout", "connect() timed out", "failed to connect to", "wait timeout after")  # many libraries say so
+COMMON = ("Socket Timeout", "connect() timed out", "failed to connect to", "wait timeout after")  # messages shared by many libraries
 
 
 @kind("FE084", "nobody-came")
 def nobody_came(failure: FailureRecord) -> Answer | None:
-    """Ranks that did not find each other.
+    """The ranks did not connect to each other.
 
     What:
-        A rank waited at the meeting point, or knocked there, and not all of the others came in time.
+        A rank waited at the rendezvous, or tried to connect to it, and not all other ranks joined in time.
     Why it happens:
-        A rank died before, fewer were started than WORLD_SIZE says, MASTER_ADDR is a name that other machines do not reach, or a firewall
-        stands between.
+        A rank died earlier, fewer ranks were started than WORLD_SIZE says, other machines cannot reach
+        MASTER_ADDR, or a firewall blocks the connection.
     How to mend it:
-        Look at the first error of the other ranks. Between machines: `nc -vz $MASTER_ADDR $MASTER_PORT` from each of them.
+        Look at the first error of the other ranks. Between machines, run `nc -vz $MASTER_ADDR $MASTER_PORT`
+        on each of them.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
     """
@@ -103,28 +105,30 @@ def nobody_came(failure: FailureRecord) -> Answer | None:
     if found is None or (found.thrown.message.startswith(COMMON) and not found.thrown.type.startswith(("torch.", "Dist")) and not _meets(failure)):
         return None
     if found["came"]:
-        said = f"{found['came']} of {found['wanted']} ranks came within {found['seconds']} seconds"
+        said = f"{found['came']} of {found['wanted']} ranks joined within {found['seconds']} seconds"
     elif found["host"]:
-        said = f"nobody answered at {found['host']}:{found['port']}" + (f" within {found.number('ms') / 1000:g} seconds" if found["ms"] else "")
+        said = f"no answer from {found['host']}:{found['port']}" + (f" within {found.number('ms') / 1000:g} seconds" if found["ms"] else "")
     else:
-        said = "this rank waited for the others in vain"
+        said = "this rank timed out waiting for the other ranks"
     return Answer(
         said,
-        "look at the FIRST error of the other ranks: one that died before it came is the usual reason\n"
-        f"nc -vz {found['host'] or '$MASTER_ADDR'} {found['port'] or '$MASTER_PORT'}   # from each machine: is rank 0 reached?",
+        "look at the FIRST error of the other ranks: usually one died before it could connect\n"
+        f"nc -vz {found['host'] or '$MASTER_ADDR'} {found['port'] or '$MASTER_PORT'}   # on each machine: can it reach rank 0?",
     )
 
 
 @kind("FE085", "no-process-group")
 def no_process_group(failure: FailureRecord) -> Answer | None:
-    """Talk of ranks before there are any.
+    """The process group is not initialised.
 
     What:
         A function of `torch.distributed` was called before `init_process_group`.
     Why it happens:
-        A script for several ranks was started alone, or a DistributedSampler, a `barrier` or `get_rank` stands before the initialisation.
+        A script for several ranks was started as a single process. Or a DistributedSampler, `barrier` or
+        `get_rank` call comes before the initialisation.
     How to mend it:
-        Ask first: `dist.is_initialized()`; or start it with torchrun, and initialise first thing.
+        Check `dist.is_initialized()` first, or start the script with torchrun and call `init_process_group`
+        at its beginning.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#initialization
     """
@@ -133,5 +137,5 @@ def no_process_group(failure: FailureRecord) -> Answer | None:
         return None
     return Answer(
         "a function of torch.distributed was called before init_process_group",
-        "rank = dist.get_rank() if dist.is_initialized() else 0\ntorchrun --standalone --nproc-per-node=N train.py   # and init_process_group() first thing",
+        "rank = dist.get_rank() if dist.is_initialized() else 0\ntorchrun --standalone --nproc-per-node=N train.py   # and call init_process_group() first",
     )

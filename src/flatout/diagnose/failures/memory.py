@@ -1,4 +1,4 @@
-"""Failures for want of room: on the GPU, on the host, in /dev/shm, in the table of open files; and deaths without a word."""
+"""Failures of memory and other limits (GPU, host, /dev/shm, open files), and processes ended by a signal."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
     """The GPU's memory is full.
 
     What:
-        torch asked the GPU for a block, and there was none of that size.
+        torch requested a block of GPU memory, and no free block was large enough.
     Why it happens:
-        What a step needs at its peak (weights, gradients, optimizer state, activations) is more than the GPU has; another process holds a
-        part of it; or enough is free in torch's own pool, in pieces that are too small (fragmentation).
+        The peak of a step (weights, gradients, optimizer state, activations) exceeds the GPU's memory. Or
+        another process uses part of it. Or torch's own pool has enough free memory, but in blocks that are
+        too small (fragmentation).
     How to mend it:
-        In the order of their price: give fragments back (`PYTORCH_ALLOC_CONF=expandable_segments:True`, the same result);
-        half-size activations (`torch.autocast("cuda", torch.bfloat16)`, rounds otherwise, often faster); a smaller batch with
-        accumulation (the same result for models without BatchNorm, slower where the GPU is not full); recompute activations
-        (`torch.utils.checkpoint`, the forward pass once more: about a third more time, the same result).
+        In the order of their cost: Return fragments with `PYTORCH_ALLOC_CONF=expandable_segments:True`; the
+        result is the same. Halve the activations with `torch.autocast("cuda", torch.bfloat16)`; the rounding
+        differs, and it is often faster. Use a smaller batch with gradient accumulation; the result is the
+        same for models without BatchNorm, and it is slower if the GPU is not full. Recompute activations with
+        `torch.utils.checkpoint`, which repeats the forward pass; it takes about a third more time, and the
+        result is the same.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
         https://docs.pytorch.org/docs/stable/checkpoint.html
@@ -74,8 +77,8 @@ def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
     if idle is None and memory:
         idle = max(0, memory["reserved"] - memory["allocated"])
     where = f" in {layer(failure)}" if layer(failure) else ""
-    what = f"{spelled(needed)} more were asked for{where}" if needed else f"more was asked for{where} than there is"
-    has = f", and of {spelled(total)} {spelled(free)} are free" if total and free is not None else ""
+    what = f"{spelled(needed)} more were requested{where}" if needed else f"more was requested{where} than is available"
+    has = f", and {spelled(free)} of {spelled(total)} are free" if total and free is not None else ""
     evidence = _evidence(failure, found, total, free, allocated, idle)
     ways = _ways(needed, free, idle)
     return Answer(f"the GPU's memory is full: {what}{has}", "\n".join(ways), [*evidence, *_fits(failure, needed, free, idle)], levers=("allocator", "autocast"))
@@ -96,11 +99,11 @@ def _evidence(failure: FailureRecord, found: Hit, total: int | None, free: int |
 
 
 def _ways(needed: int | None, free: int | None, idle: int | None) -> list[str]:
-    fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py   # gives fragments back; the same result"
+    fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py   # returns fragments; the same result"
     ways = [
-        'with torch.autocast("cuda", torch.bfloat16): ...   # activations of half the size; rounds otherwise, often faster',
-        "batch_size // 2, and optimizer.step() every 2nd batch   # half the activations, the same effective batch; slower where the GPU is not full",
-        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)   # keeps no activations inside blocks; about a third more time, the same result",
+        'with torch.autocast("cuda", torch.bfloat16): ...   # halves the activations; different rounding, often faster',
+        "batch_size // 2, and optimizer.step() every 2nd batch   # halves the activations at the same effective batch size; slower if the GPU is not full",
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)   # recomputes activations; about a third more time, the same result",
     ]
     if idle is not None and needed is not None and idle + (free or 0) >= needed:
         return [fragments, *ways[:2]]
@@ -108,7 +111,10 @@ def _ways(needed: int | None, free: int | None, idle: int | None) -> list[str]:
 
 
 def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: int | None) -> list[str]:
-    """How much of the batch could at most have fitted: what does not grow with it is known, and the peak was higher than what was seen."""
+    """An upper bound on the samples that fit, as a line of evidence.
+
+    The fixed part is known, and the real peak was higher than the observed one.
+    """
     memory = failure.memory
     fixed = sum(memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
     batch = next((tensor.shape[0] for tensor in failure.tensors if tensor.shape and tensor.shape[0] > 1 and not tensor.requires_grad), None)
@@ -119,21 +125,22 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
     if growing <= 0 or growing + needed <= room:
         return []
     most = int(batch * room / (growing + needed))
-    return [f"what would fit: no more than {most} of {batch} samples at once, fewer if the step's peak lies later"] if 0 < most < batch else []
+    return [f"at most {most} of {batch} samples fit at once, fewer if the step's peak comes later"] if 0 < most < batch else []
 
 
 @kind("FE041", "host-out-of-memory")
 def host_out_of_memory(failure: FailureRecord) -> Answer | None:
-    """The host's memory is full, or its limit is reached.
+    """The host's memory is full or limited.
 
     What:
-        A tensor on the CPU (or an array) was asked for, and the system refused.
+        The program requested memory for a CPU tensor or an array, and the system had none to give.
     Why it happens:
-        The data set is read into memory as a whole, a list of tensors grows (losses kept with their graphs), a shape was computed wrongly
-        (a product of two large sizes), or a container's or shell's limit (`ulimit -v`) is lower than the machine.
+        The whole data set is read into memory. A list of tensors grows (losses kept with their graphs). A
+        shape is wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is
+        below the machine's memory.
     How to mend it:
-        Read the data as it is used (`numpy.load(..., mmap_mode="r")`), keep numbers and not tensors (`loss.item()`), fewer workers; check
-        the shape that is asked for.
+        Read the data as it is used (`numpy.load(..., mmap_mode="r")`), keep numbers instead of tensors
+        (`loss.item()`), use fewer workers, and check the requested shape.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
     """
@@ -150,28 +157,29 @@ def host_out_of_memory(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     needed = found.number("needed") if found["needed"] else in_bytes(found["amount"])
-    asks = f"{spelled(needed)} were asked for" if needed else "more was asked for than the system gives"
+    asks = f"{spelled(needed)} were requested" if needed else "more was requested than the system can give"
     shape = f" for an array of {found['shape']}" if found["shape"] else ""
     return Answer(
         f"the host's memory is full or limited: {asks}{shape}{' in ' + layer(failure) if layer(failure) else ''}",
-        "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # what there is, and what this process may have\n"
-        'numpy.load(path, mmap_mode="r")                     # read as it is used, not as a whole\n'
-        "losses.append(loss.item())                          # keep numbers, not tensors with their graphs",
+        "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # the machine's memory and the limits of this process\n"
+        'numpy.load(path, mmap_mode="r")                     # reads the data as it is used\n'
+        "losses.append(loss.item())                          # keeps numbers instead of tensors with their graphs",
     )
 
 
 @kind("FE042", "killed")
 def killed(failure: FailureRecord) -> Answer | None:
-    """Killed from outside (SIGKILL).
+    """The process was killed with SIGKILL.
 
     What:
-        The process was ended by a signal that it can neither see nor answer.
+        A signal ended the process that no process can catch or handle.
     Why it happens:
-        Most often the kernel's OOM killer, when the machine or the container is out of memory. A scheduler at its time limit, `docker stop`,
-        or a person can do the same.
+        Usually the kernel's OOM killer, when the machine or the container is out of memory. A scheduler at
+        its time limit, `docker stop` or a user can also send the signal.
     How to mend it:
-        `dmesg -T | grep -i -E "oom|killed"` and `cat /sys/fs/cgroup/memory.events` (oom_kill) tell whether it was memory. Then fewer
-        loader workers, data that is read as it is used, and no lists of tensors.
+        `dmesg -T | grep -i -E "oom|killed"` and `cat /sys/fs/cgroup/memory.events` (oom_kill) show whether
+        memory was the cause. If so, use fewer loader workers, read data as it is used, and keep no lists of
+        tensors.
     Sources:
         https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     """
@@ -199,24 +207,24 @@ def killed(failure: FailureRecord) -> Answer | None:
         name = f" ({oom['name']}, process {oom['pid']}{held})" if oom and oom.groupdict().get("pid") else ""
         said_so = f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
     else:
-        said_so = "the program was killed from outside (SIGKILL); it could not say why, and the OOM killer is the first to suspect"
+        said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
     ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
     return Answer(
         said_so,
-        'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was it memory?\n'
-        "DataLoader(..., num_workers=2)        # each worker holds a copy of what it touches\n"
-        "losses.append(loss.item())            # keep numbers, not tensors with their graphs",
+        'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
+        "DataLoader(..., num_workers=2)        # each worker copies the memory that it touches\n"
+        "losses.append(loss.item())            # keeps numbers instead of tensors with their graphs",
         ranks,
     )
 
 
 def _wordless(failure: FailureRecord) -> bool:
-    """No Python exception of this process stands in the text."""
+    """Whether the text holds no Python exception of this process."""
     return all(not thrown.frames and not thrown.type for thrown in failure.chain)
 
 
 def _ends_with(failure: FailureRecord, *families: str) -> bool:
-    """Whether one of the last lines of a text without a traceback says so."""
+    """Whether one of the last lines of a text without a traceback matches."""
     if not _wordless(failure):
         return False
     return any(re.search(family, line) for line in failure.around[-12:] for family in families)
@@ -224,15 +232,17 @@ def _ends_with(failure: FailureRecord, *families: str) -> bool:
 
 @kind("FE043", "shared-memory-too-small")
 def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
-    """No room in /dev/shm.
+    """Shared memory in /dev/shm is full.
 
     What:
-        A loader worker hands its batch over in shared memory, and /dev/shm is full: the worker dies of a bus error, or cannot write.
+        A loader worker passes its batch through shared memory, and /dev/shm is full. The worker dies of a bus
+        error or cannot write.
     Why it happens:
-        Docker gives 64 MiB of it unless told otherwise; many workers, a large prefetch and large batches need more.
+        Docker gives 64 MiB by default. Many workers, a large prefetch and large batches need more.
     How to mend it:
-        `docker run --shm-size=8g` (or `--ipc=host`), an emptyDir with medium Memory in Kubernetes; without a new container fewer workers and
-        `prefetch_factor=1`, or `torch.multiprocessing.set_sharing_strategy("file_system")` where it is a limit of files.
+        `docker run --shm-size=8g` (or `--ipc=host`), or an emptyDir with medium Memory in Kubernetes. Without
+        a new container, use fewer workers and `prefetch_factor=1`, or
+        `torch.multiprocessing.set_sharing_strategy("file_system")` if the number of files is the limit.
     Sources:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
         https://github.com/pytorch/pytorch/issues/5040
@@ -254,24 +264,26 @@ def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
         f"{who} died of a bus error: /dev/shm is most likely too small"
         if found is None or "Bus error" in found.thrown.message
         else f"{who} could not write to shared memory: /dev/shm is full",
-        "df -h /dev/shm                                  # how large it is\n"
+        "df -h /dev/shm                                  # shows its size\n"
         "docker run --shm-size=8g ...                    # or --ipc=host\n"
-        "DataLoader(..., num_workers=2, prefetch_factor=1)   # needs less of it",
+        "DataLoader(..., num_workers=2, prefetch_factor=1)   # needs less shared memory",
     )
 
 
 @kind("FE044", "too-many-open-files")
 def too_many_open_files(failure: FailureRecord) -> Answer | None:
-    """Too many open files.
+    """The process has too many open files.
 
     What:
-        This process has as many files open as it may (`ulimit -n`). Each tensor that a worker hands over is one of them.
+        This process has reached its limit of open files (`ulimit -n`). Each tensor that a worker passes on
+        counts as an open file.
     Why it happens:
-        Batches of a loader with workers are kept in a list (each keeps its files), many small tensors a sample, or files are opened and not
-        closed.
+        Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
+        tensors, or files are opened and not closed.
     How to mend it:
-        `ulimit -n 65536` in the shell, or `torch.multiprocessing.set_sharing_strategy("file_system")` first thing in the script; copy what is
-        kept: `kept.append(batch.clone())`; `with open(...)`.
+        `ulimit -n 65536` in the shell, or `torch.multiprocessing.set_sharing_strategy("file_system")` at the
+        start of the script. Copy the batches that you keep: `kept.append(batch.clone())`. Open files with
+        `with open(...)`.
     Sources:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
         https://github.com/pytorch/pytorch/issues/973
@@ -287,24 +299,25 @@ def too_many_open_files(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     return Answer(
-        "this process has as many files open as it may; each tensor that a loader worker hands over is one",
-        "ulimit -n 65536                                                # in the shell, before the program\n"
-        'torch.multiprocessing.set_sharing_strategy("file_system")     # first thing in the script\n'
+        "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
+        "ulimit -n 65536                                                # in the shell, before the program starts\n"
+        'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
         "kept.append(batch.clone())                                    # a kept batch keeps its files open",
     )
 
 
 @kind("FE045", "crashed-below-python")
 def crashed_below_python(failure: FailureRecord) -> Answer | None:
-    """A crash below Python (segmentation fault, abort, illegal instruction).
+    """Native code crashed (segmentation fault, abort, illegal instruction).
 
     What:
-        Native code did something that the system does not allow; Python could not say where.
+        Native code did something that the system does not allow, and Python could not report where.
     Why it happens:
-        An extension that was built for another torch, two libraries that bring the same runtime (OpenMP, protobuf), a CPU without an
-        instruction that the build uses (SIGILL), or a stack that is too small for a deep recursion.
+        An extension was built for another torch, or two libraries load the same runtime (OpenMP, protobuf).
+        The CPU lacks an instruction of the build (SIGILL), or the stack is too small for a deep recursion.
     How to mend it:
-        `python -X faulthandler train.py` prints the Python line that it happened in. Then install the packages for one version of torch anew.
+        `python -X faulthandler train.py` prints the Python line of the crash. Then reinstall the packages for
+        one version of torch.
     Sources:
         https://docs.python.org/3/library/faulthandler.html
     """
@@ -329,7 +342,7 @@ def crashed_below_python(failure: FailureRecord) -> Answer | None:
     told = near(failure, r"what\(\):\s+(?P<words>.{1,300})")
     return Answer(
         f"the program was ended by {names[signals.Signals(number)]} in native code",
-        "python -X faulthandler train.py        # prints the Python line that it happens in\n"
-        "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # extensions that were built for another torch",
-        [*where, *([f"its last words: {told['words']}"] if told else [])],
+        "python -X faulthandler train.py        # prints the Python line of the crash\n"
+        "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
+        [*where, *([f"its last message: {told['words']}"] if told else [])],
     )

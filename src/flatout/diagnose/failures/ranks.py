@@ -1,4 +1,4 @@
-"""Failures of ranks at work: gradients that do not come, ranks that wait for one another, what a launcher says of them."""
+"""Failures of running ranks: missing gradients, ranks that wait for each other, the launcher's summary."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from flatout.plan.failure import FailureRecord
 
 @kind("FE080", "unused-parameters")
 def unused_parameters(failure: FailureRecord) -> Answer | None:
-    """Parameters without a gradient under DistributedDataParallel.
+    """Some parameters have no gradient under DistributedDataParallel.
 
     What:
-        Every parameter must get a gradient in every backward pass: the ranks wait for all of them before they add them up.
+        Every parameter must get a gradient in every backward pass, because the ranks wait for all of them
+        before the all-reduce.
     Why it happens:
-        A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward` do not go into the loss.
+        A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward`
+        do not enter the loss.
     How to mend it:
-        Leave out or freeze (`requires_grad_(False)`) what is not used. Where it changes from step to step,
-        `DistributedDataParallel(model, find_unused_parameters=True)`, which walks the graph once more in every step.
+        Remove or freeze (`requires_grad_(False)`) the unused part. If it changes from step to step, use
+        `DistributedDataParallel(model, find_unused_parameters=True)`, which traverses the graph once more in
+        every step.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
@@ -36,24 +39,25 @@ def unused_parameters(failure: FailureRecord) -> Answer | None:
     who = f"{names}" if names else f"number {which} of `list(model.named_parameters())`" if which else "some parameters"
     on = f" on rank {found['rank']}" if found["rank"] else ""
     return Answer(
-        f"parameters that got no gradient in the last step{on}: {who}",
-        "for p in unused.parameters(): p.requires_grad_(False)            # what is never used\n"
-        "DistributedDataParallel(model, find_unused_parameters=True)      # what is used now and then; costs a walk through the graph\n"
+        f"parameters without a gradient in the last step{on}: {who}",
+        "for p in unused.parameters(): p.requires_grad_(False)            # for parts that are never used\n"
+        "DistributedDataParallel(model, find_unused_parameters=True)      # for parts used in some steps; costs a traversal of the graph\n"
         "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py             # names them",
     )
 
 
 @kind("FE081", "ready-twice")
 def ready_twice(failure: FailureRecord) -> Answer | None:
-    """A parameter used twice under DistributedDataParallel.
+    """A parameter was used twice under DistributedDataParallel.
 
     What:
-        A parameter's gradient was complete, and then more of it came.
+        More of a parameter's gradient came after the gradient was complete.
     Why it happens:
-        Reentrant activation checkpointing over a layer that is used twice, several backward passes through one forward pass, or a parameter
-        that is used inside and outside of the wrapped model.
+        Reentrant activation checkpointing covers a layer that is used twice, several backward passes go
+        through one forward pass, or a parameter is used inside and outside the wrapped model.
     How to mend it:
-        `checkpoint(..., use_reentrant=False)`; one backward pass for the sum of the losses; `static_graph=True` where every step is the same.
+        `checkpoint(..., use_reentrant=False)`; one backward pass for the sum of the losses;
+        `static_graph=True` if every step is the same.
     Sources:
         https://docs.pytorch.org/docs/stable/checkpoint.html
     """
@@ -68,9 +72,9 @@ def ready_twice(failure: FailureRecord) -> Answer | None:
         return None
     what = f"`{found['name']}`" if found["name"] else f"parameter {found['index']} of `list(model.named_parameters())`" if found["index"] else "a parameter"
     return Answer(
-        f"{what} was used again after its gradient had been taken as complete",
+        f"{what} was used again after its gradient had been marked as complete",
         "checkpoint(block, x, use_reentrant=False)\n(loss_a + loss_b).backward()                             # one backward pass for one forward pass\n"
-        "DistributedDataParallel(model, static_graph=True)        # where every step uses the same parameters",
+        "DistributedDataParallel(model, static_graph=True)        # if every step uses the same parameters",
     )
 
 
@@ -83,16 +87,18 @@ STATE = r"[Rr]ank (?P<rank>\d+)\]? .{0,200}?last enqueued(?: NCCL)? work: (?P<en
 
 @kind("FE086", "nccl-timeout")
 def nccl_timeout(failure: FailureRecord) -> Answer | None:
-    """A collective operation that did not end in time.
+    """A collective operation timed out.
 
     What:
-        Some ranks waited in a collective operation (an all-reduce, say) for others that never came to it; NCCL's watchdog ended them.
+        Some ranks waited in a collective operation (such as an all-reduce) for ranks that never called it.
+        NCCL's watchdog ended them.
     Why it happens:
-        One rank died, hangs, or is far behind (validation or saving on rank 0 alone, a slow data set); or the ranks do not call the same
-        operations in the same order (an `if rank == 0` around one, batches of another number on each rank).
+        One rank died, hangs or is far behind (validation or checkpointing on rank 0 only, a slow data set).
+        Or the ranks do not call the same operations in the same order (an `if rank == 0` around one, a
+        different number of batches on each rank).
     How to mend it:
-        Look at the rank that is missing from the time-outs, or whose last completed number is smallest: it is the one to look into. A longer
-        `timeout=` helps only where a rank is slow on purpose.
+        Look at the rank that is missing from the time-outs, or whose last completed number is the smallest. A
+        longer `timeout=` helps only if a rank is slow on purpose.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
         https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
@@ -112,19 +118,19 @@ def nccl_timeout(failure: FailureRecord) -> Answer | None:
     said = (
         f"ranks {', '.join(map(str, sorted(waited)))} waited {seconds} in {what} number {number}"
         if waited
-        else f"a collective operation ({what}) did not end in time"
+        else f"a collective operation ({what}) timed out"
     )
     return Answer(
         f"{said}, {late}",
-        "py-spy dump --pid PID_OF_THE_LATE_RANK          # what it is doing\n"
+        "py-spy dump --pid PID_OF_THE_LATE_RANK          # shows what it is doing\n"
         "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
-        "init_process_group(..., timeout=timedelta(hours=1))   # only where a rank is slow on purpose (saving, validation)",
+        "init_process_group(..., timeout=timedelta(hours=1))   # only if a rank is slow on purpose (checkpointing, validation)",
         evidence,
     )
 
 
 def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) -> str:
-    """Which rank was behind, as far as the log tells."""
+    """The rank that was behind, as far as the log shows."""
     known = set(numbers) | set(states)
     size = world or (max(known) + 1 if known else 0)
     absent = sorted(set(range(size)) - set(numbers))
@@ -133,24 +139,25 @@ def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) ->
         return f"and rank {late} is behind: it had completed {states[late]}, others {max(states.values())}"
     if len(set(numbers.values())) > 1:
         late = min(numbers, key=lambda rank: numbers[rank])
-        return f"and rank {late} waited in another one ({numbers[late]}): the ranks do not call the same operations"
+        return f"and rank {late} waited in another operation ({numbers[late]}): the ranks do not call the same operations"
     if absent:
-        return f"and rank {', '.join(map(str, absent))} never came to it"
-    return "and this text does not say which rank was behind: the log of the rank that is missing here does"
+        return f"and rank {', '.join(map(str, absent))} never called it"
+    return "and this text does not show which rank was behind: see the log of the rank that is missing here"
 
 
 @kind("FE087", "nccl-error")
 def nccl_error(failure: FailureRecord) -> Answer | None:
-    """NCCL could not do its work.
+    """NCCL reported an error.
 
     What:
-        The library through which the GPUs talk to each other reported an error of its own, of CUDA or of the system.
+        The library that connects the GPUs reported an error of its own, of CUDA or of the system.
     Why it happens:
-        "unhandled system error": no network interface that reaches the others, /dev/shm too small, a rank that died. "unhandled cuda error": out
-        of memory, or two ranks on one GPU. "invalid usage": two ranks on one GPU. "remote process exited": another rank died first.
+        "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a
+        rank died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks
+        on one GPU. "remote process exited": another rank died first.
     How to mend it:
-        `NCCL_DEBUG=INFO` prints the reason; `NCCL_SOCKET_IFNAME=eth0` chooses the interface; `torch.cuda.set_device(local_rank)` before
-        `init_process_group`.
+        `NCCL_DEBUG=INFO` prints the reason, and `NCCL_SOCKET_IFNAME=eth0` selects the interface. Call
+        `torch.cuda.set_device(local_rank)` before `init_process_group`.
     Sources:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
@@ -167,39 +174,39 @@ def nccl_error(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if "no GPUs found" in found.thrown.message[:120]:
-        return Answer("the backend nccl was asked for, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
+        return Answer("the nccl backend was requested, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
     why, last = found["why"], found["last"]
     duplicate = near(failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?")
     if duplicate:
         ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
-        return Answer(f"two ranks use one GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
+        return Answer(f"two ranks use the same GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
     if "out of memory" in last or near(failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"):
         return Answer(
-            "NCCL found no room for its buffers: the GPU's memory is full",
-            "leave some room: a smaller batch, or NCCL_BUFFSIZE=2097152\n"
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # are several ranks on one GPU?',
+            "NCCL could not allocate its buffers: the GPU's memory is full",
+            "free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n"
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # do several ranks use one GPU?',
         )
     if "remote" in why or "aborted" in found.thrown.message[:40] or near(failure, r"Connection closed by (?:remote )?peer|remote process exited"):
-        return Answer("another rank ended first, and this one noticed", "look at the FIRST error of the other ranks; this one only follows")
+        return Answer("another rank ended first", "look at the FIRST error of the other ranks; this one is a consequence")
     reason = f" ({last})" if last else ""
     return Answer(
         f"NCCL reports {why or 'an error'}{reason}",
         "NCCL_DEBUG=INFO torchrun ... train.py        # prints the reason\n"
-        "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # the interface that reaches the other machines (ip addr)\n"
-        "df -h /dev/shm                               # NCCL needs room there, too",
+        "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # selects the interface that reaches the other machines (ip addr)\n"
+        "df -h /dev/shm                               # NCCL needs shared memory, too",
     )
 
 
 @kind("FE088", "gloo-error", reports=True)
 def gloo_error(failure: FailureRecord) -> Answer | None:
-    """A rank that waits for another in vain (gloo).
+    """A gloo operation failed because of another rank.
 
     What:
-        The connection to another rank was closed, or an operation did not end in time.
+        The connection to another rank was closed, or an operation timed out.
     Why it happens:
-        The other rank died (its own error stands elsewhere), hangs, or does not call the same operations.
+        The other rank died (its own log has the error), hangs, or does not call the same operations.
     How to mend it:
-        Look at the first error of the other ranks; look for operations that only some ranks call.
+        Look at the first error of the other ranks, and for operations that only some ranks call.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html
     """
@@ -218,28 +225,29 @@ def gloo_error(failure: FailureRecord) -> Answer | None:
         return None
     if found["missing"]:
         return Answer(
-            f"rank {found['missing']} did not come to the barrier within {found.number('ms') / 1000:g} s",
-            "look at what that rank was doing: py-spy dump --pid PID",
+            f"rank {found['missing']} did not reach the barrier within {found.number('ms') / 1000:g} s",
+            "see what that rank is doing: py-spy dump --pid PID",
         )
     if found["ms"]:
         return Answer(
-            f"an operation did not end within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
+            f"an operation did not finish within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
             "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
         )
-    return Answer("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one only follows")
+    return Answer("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one is a consequence")
 
 
 @kind("FE089", "a-rank-failed", reports=True)
 def a_rank_failed(failure: FailureRecord) -> Answer | None:
-    """torchrun's summary: a rank failed.
+    """torchrun reports that a rank failed.
 
     What:
-        torchrun ended all ranks because one of them failed, and says which was the first.
+        torchrun ended all ranks because one of them failed, and reports which was the first.
     Why it happens:
-        Whatever the traceback of that rank says, further up in the log. By a signal: SIGKILL is most often the OOM killer, SIGSEGV native
-        code.
+        The traceback of that rank, further up in the log, has the cause. For a signal: SIGKILL usually comes
+        from the OOM killer, SIGSEGV from native code.
     How to mend it:
-        Look for `[rankN]:` of the rank that is named, or let the ranks write files: `torchrun --log-dir logs --redirects 3`.
+        Look for `[rankN]:` of the named rank, or write a log file for each rank: `torchrun --log-dir logs
+        --redirects 3`.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
@@ -252,12 +260,12 @@ def a_rank_failed(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     signal = re.search(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\)", found["trace"])
-    how = f"was ended by {signal['name']}" if signal else f"left with exit code {found['code']}"
+    how = f"was ended by {signal['name']}" if signal else f"exited with code {found['code']}"
     kill = signal is not None and signal["name"] == "SIGKILL"
     return Answer(
-        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})" + ("; the OOM killer is the first to suspect" if kill else ""),
+        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})" + ("; the OOM killer is the most likely cause" if kill else ""),
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events'
         if kill
-        else f"grep -n -A30 '^\\[rank{found['rank']}\\]: Traceback' LOG       # its own traceback says why\n"
-        "torchrun --log-dir logs --redirects 3 ... train.py     # a file for each rank",
+        else f"grep -n -A30 '^\\[rank{found['rank']}\\]: Traceback' LOG       # shows its own traceback\n"
+        "torchrun --log-dir logs --redirects 3 ... train.py     # writes a file for each rank",
     )

@@ -1,4 +1,4 @@
-"""Failures of sizes: products, views, broadcasting, tensors put together."""
+"""Failures of shapes: matrix products, views, broadcasting and concatenation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 @kind("FE020", "matrix-sizes")
 def matrix_sizes(failure: FailureRecord) -> Answer | None:
-    """A matrix product, or a linear layer, with sizes that do not meet.
+    """The sizes of a matrix product or linear layer do not match.
 
     What:
-        The last size of the input must equal `in_features` of the layer (the columns of the first matrix the rows of the second).
+        The last size of the input must equal `in_features` of the layer (the columns of the first matrix must
+        equal the rows of the second).
     Why it happens:
-        The images have another size than the network was written for, so that there are more or fewer features after flattening; the batch
-        was flattened into the features; or a transposition is missing.
+        The images have another size than the network was written for, so flattening gives more or fewer
+        features. Or the batch was flattened into the features, or a transpose is missing.
     How to mend it:
-        Give the layer the size that arrives: `nn.Linear(arrives, out)`, or let `nn.LazyLinear(out)` find it; or bring the images to the size
-        that the network was written for.
+        Give the layer the size of its input: `nn.Linear(in_features, out)`, or let `nn.LazyLinear(out)` infer
+        it. Or resize the images to the size that the network was written for.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
     """
@@ -43,29 +44,31 @@ def matrix_sizes(failure: FailureRecord) -> Answer | None:
     if len(weight) == 2 and layer(failure):
         arrives, wants = b, str(weight[1])
         return Answer(
-            f"{layer(failure)} expects {wants} features and was given {arrives}",
+            f"{layer(failure)} expects {wants} features and got {arrives}",
             f"{failure.module.path if failure.module else 'layer'} = "
             f"nn.Linear({arrives}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
-            f"x = x.flatten(1)   # where the batch went into the features: the first size must stay the batch",
+            f"x = x.flatten(1)   # if the batch was flattened into the features: the first size must stay the batch",
             sizes(failure),
         )
     if not b:
-        return Answer("a matrix product was given sizes that do not meet", "print(a.shape, b.shape)", sizes(failure))
+        return Answer("a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure))
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    hint = "a @ b.T   # if the second is stored the other way round" if d == b else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
+    hint = "a @ b.T   # if the second matrix is stored transposed" if d == b else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
     return Answer(f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal", hint, sizes(failure))
 
 
 @kind("FE024", "view-size")
 def view_size(failure: FailureRecord) -> Answer | None:
-    """A view or reshape to a size that does not fit.
+    """A view or reshape does not fit the tensor.
 
     What:
-        A view must keep the number of elements, and `view` also their order in memory.
+        A view must keep the number of elements, and `view` also needs a compatible memory layout.
     Why it happens:
-        The size is written for other images or another batch (the last batch is smaller), or a transposition stands before the view.
+        The size is written for other images or another batch (the last batch is smaller), or a transpose
+        comes before the view.
     How to mend it:
-        `x.flatten(1)` or `x.reshape(x.size(0), -1)`, which keep the batch and take whatever is left; after a transposition `reshape`, not `view`.
+        `x.flatten(1)` or `x.reshape(x.size(0), -1)`, which keep the batch and infer the rest. After a
+        transpose use `reshape`, not `view`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html
     """
@@ -82,8 +85,8 @@ def view_size(failure: FailureRecord) -> Answer | None:
         return None
     if found["layout"]:
         return Answer(
-            "`view` was asked of a tensor whose elements do not lie in that order (after a transpose, permute or slice)",
-            "x.reshape(...)   # copies where it must; or x.contiguous().view(...)",
+            "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
+            "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
             sizes(failure),
         )
     numbers = [int(size) for size in re.findall(r"-?\d+", found["wants"])]
@@ -91,24 +94,26 @@ def view_size(failure: FailureRecord) -> Answer | None:
     for size in numbers:
         known *= size if size > 0 else 1
     total = found.number("got")
-    why = f": {total:,} is no multiple of {known:,}" if -1 in numbers else f", which holds {known:,}"
+    why = f": {total:,} is not a multiple of {known:,}" if -1 in numbers else f", which holds {known:,}"
     return Answer(
         f"{total:,} elements cannot become {found['wants']}{why}",
-        "x = x.flatten(1)   # keeps the batch, takes whatever is left\nx = x.view(x.size(0), -1)",
+        "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
         sizes(failure),
     )
 
 
 @kind("FE025", "broadcast")
 def broadcast(failure: FailureRecord) -> Answer | None:
-    """Two tensors that do not broadcast.
+    """Two tensors do not broadcast.
 
     What:
-        Counted from the last, each size of the two must be equal, or one of them 1.
+        Counted from the last dimension, the two sizes must be equal or one of them must be 1.
     Why it happens:
-        A mask, a weight or a target belongs to another dimension, or the last batch of the epoch is smaller than a buffer of fixed size.
+        A mask, a weight or a target belongs to another dimension, or the last batch of the epoch is smaller
+        than a fixed-size buffer.
     How to mend it:
-        Put a dimension of 1 where it belongs: `mask[:, None]`; cut a buffer to the batch: `buffer[: x.size(0)]`.
+        Add a dimension of 1 in the right position: `mask[:, None]`. Slice a buffer to the batch: `buffer[:
+        x.size(0)]`.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/broadcasting.html
     """
@@ -135,23 +140,24 @@ def broadcast(failure: FailureRecord) -> Answer | None:
         said = f"{names or 'two tensors'} do not broadcast"
     return Answer(
         said,
-        "small[:, None]            # give the smaller one a dimension of 1 where it belongs\n"
-        "buffer[: batch.size(0)]   # if one has the full batch size and this batch is the last",
+        "small[:, None]            # add a dimension of 1 to the smaller tensor in the right position\n"
+        "buffer[: batch.size(0)]   # if one has the full batch size and this is the last batch",
         seen(tensors) or sizes(failure),
     )
 
 
 @kind("FE026", "concatenation")
 def concatenation(failure: FailureRecord) -> Answer | None:
-    """Tensors of other sizes put together.
+    """Tensors of different sizes were concatenated or stacked.
 
     What:
-        `cat` wants equal sizes in every dimension but one, `stack` in all of them.
+        `cat` needs equal sizes in every dimension but one, `stack` in all of them.
     Why it happens:
-        Sequences or images of several sizes, or a skip connection whose two ways halve an odd size differently.
+        Sequences or images have several sizes, or the two branches of a skip connection halve an odd size
+        differently.
     How to mend it:
-        `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)` for sequences, a crop or resize for images, `dim=` for the dimension that
-        is meant to grow.
+        `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)` for sequences, a crop or resize for images,
+        `dim=` to choose the dimension of the concatenation.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html
     """
@@ -170,34 +176,34 @@ def concatenation(failure: FailureRecord) -> Answer | None:
         return None
     if found["one"]:
         return Answer(
-            f"`stack` was given tensors of {shape(found['one'])} and {shape(found['other'])} (entry {found['at']})",
-            "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # rows of several lengths",
+            f"`stack` got tensors of {shape(found['one'])} and {shape(found['other'])} (entry {found['at']})",
+            "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for rows of several lengths",
             sizes(failure),
         )
     a, b = found["a"] or found["a2"], found["b"] or found["b2"]
     if not found["dim"]:
         return Answer(
-            "`cat` was given tensors with other numbers of dimensions" + (f": {a} and {b}" if a else ""),
-            "x.unsqueeze(0)   # give the smaller one its missing dimension",
+            "`cat` got tensors with different numbers of dimensions" + (f": {a} and {b}" if a else ""),
+            "x.unsqueeze(0)   # add the missing dimension to the smaller tensor",
             sizes(failure),
         )
     return Answer(
-        f"`cat` along dimension {found['dim']} was given sizes {a} and {b} in another dimension" + (f" (tensor {found['at']})" if found["at"] else ""),
-        "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # a skip connection of odd sizes",
+        f"`cat` along dimension {found['dim']} got sizes {a} and {b} in another dimension" + (f" (tensor {found['at']})" if found["at"] else ""),
+        "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # for a skip connection of odd sizes",
         sizes(failure),
     )
 
 
 @kind("FE029", "one-value-wanted")
 def one_value_wanted(failure: FailureRecord) -> Answer | None:
-    """One value wanted, a tensor of many given.
+    """One value was needed and the tensor holds several.
 
     What:
-        `.item()`, `float()` or `if` want one value; the tensor holds several.
+        `.item()`, `float()` and `if` need one value, and the tensor holds several.
     Why it happens:
         A loss with `reduction="none"`, a comparison of two tensors in an `if`, or a metric for a whole batch.
     How to mend it:
-        `.mean().item()` for a number, `.all()` or `.any()` for a condition, `.tolist()` for all of them.
+        `.mean().item()` for a number, `.all()` or `.any()` for a condition, `.tolist()` for all values.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.item.html
     """
@@ -215,11 +221,11 @@ def one_value_wanted(failure: FailureRecord) -> Answer | None:
     name = f"`{names[0]}`" if names else "a tensor"
     if found["truth"]:
         return Answer(
-            f"{name} holds several values, and a condition wants one", f"{names[0] if names else 'x'}.all()   # or .any()", seen(on_own_line(failure))
+            f"{name} holds several values, and a condition needs one", f"{names[0] if names else 'x'}.all()   # or .any()", seen(on_own_line(failure))
         )
     many = f"{int(found['count']):,} values" if found["count"] else "several values"
     return Answer(
-        f"{name} holds {many}, and one number is wanted",
-        f"{names[0] if names else 'x'}.mean().item()   # or .tolist() for all of them",
+        f"{name} holds {many}, and one number is needed",
+        f"{names[0] if names else 'x'}.mean().item()   # or .tolist() for all values",
         seen(on_own_line(failure)),
     )

@@ -1,6 +1,7 @@
-"""The rules, one a file, in the order of their codes. Adding one is one file and one line here.
+"""The table of all rules, in the order of their codes. To add a rule, add one file and one line here.
 
-FL0xx make a wrong result, FL1xx waste time, FL2xx waste memory, FL3xx are fragile; from xx50 on stand those that only running tells.
+FL0xx rules report wrong results, FL1xx wasted time, FL2xx wasted memory and FL3xx fragile code.
+In each range, codes from xx50 on need a profile of the running program.
 """
 
 from flatout.diagnose.rule import Rule

@@ -1,12 +1,13 @@
-"""Gradients are averaged between devices for every micro-batch.
+"""Every micro-batch averages the gradients between devices.
 
 What:
-    The model is a `DistributedDataParallel`, several backward passes are added up before a step, and `no_sync()` is not used.
+    The model is a `DistributedDataParallel`, and several backward passes accumulate gradients before a step.
+    `no_sync()` is not used.
 Why it matters:
-    Every backward pass sends all gradients over the network, though only the sum is needed. With n micro-batches that is n times the
-    traffic.
+    Every backward pass sends all gradients over the network, but only their sum is needed. With n
+    micro-batches, this multiplies the traffic by n.
 How to mend it:
-    `with model.no_sync():` around the forward and backward passes of all micro-batches but the last.
+    Put `with model.no_sync():` around the forward and backward passes of all micro-batches except the last.
 Bad:
     import torch
 
@@ -58,8 +59,8 @@ def look(program: Program) -> Iterator[Finding]:
         wrapped = any(isinstance(event.node, ast.Call) and any(origin.dotted.endswith("DistributedDataParallel") for origin in
                                                               program.origins(event.source, event.node.func)) for event in loop.of("call"))
         if wrapped and len(steps) == len(passes) == 1 and window(loop, steps[0]) is not None and loop.always(passes[0]):
-            yield RULE.finding(f"every backward pass averages the gradients between all devices, though the optimizer steps only on line {steps[0].place.line}",
-                               passes[0].place, "with model.no_sync():  # for all micro-batches but the last", others=[steps[0].place])
+            yield RULE.finding(f"every backward pass averages the gradients between all devices, but the optimizer steps only on line {steps[0].place.line}",
+                               passes[0].place, "with model.no_sync():  # for all micro-batches except the last", others=[steps[0].place])
 
 
 RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, look=look)

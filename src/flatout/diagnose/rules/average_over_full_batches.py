@@ -1,10 +1,11 @@
-"""A figure is divided by more samples than there were.
+"""An average divides by more samples than there are.
 
 What:
     A count over all samples is divided by `len(loader) * batch_size`.
 Why it matters:
-    The last batch is shorter unless the loader drops it. The denominator is then too large, and accuracy comes out too low: by up to
-    one batch in the whole set, which on a small test set is more than the difference between two models.
+    Unless the loader drops it, the last batch is shorter. The denominator is then too large by up to one
+    batch, and the accuracy is too low. On a small test set, this error is larger than the difference between
+    two models.
 How to mend it:
     Divide by `len(loader.dataset)`, or count the samples.
 Bad:
@@ -53,7 +54,7 @@ def look(program: Program) -> Iterator[Finding]:
             for length, size in ((below.left, below.right), (below.right, below.left)):
                 loader = _loader(program, source, length)
                 if loader is not None and _is_batch_size(program, source, loader, size):
-                    yield RULE.finding(f"`{source.code(below)}` is more than the samples there are wherever the last batch is shorter", source.place(node),
+                    yield RULE.finding(f"`{source.code(below)}` is larger than the number of samples if the last batch is shorter", source.place(node),
                                        f"{source.code(node.left)} / len({source.code(loader)}.dataset)")
 
 
@@ -64,7 +65,7 @@ def _loader(program: Program, source: Source, length: ast.AST) -> ast.AST | None
 
 
 def _is_batch_size(program: Program, source: Source, loader: ast.AST, size: ast.AST) -> bool:
-    """Whether ``size`` is what the loader was given as its batch size, and the loader keeps its last batch."""
+    """Return whether ``size`` is the batch size of the loader, and the loader keeps its last batch."""
     for origin in program.origins(source, loader):
         if not isinstance(origin.node, ast.Call):
             return False

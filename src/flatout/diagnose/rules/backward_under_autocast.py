@@ -1,12 +1,14 @@
 """The backward pass runs inside autocast.
 
 What:
-    `loss.backward()` stands inside the `with torch.autocast(...)` of the forward pass.
+    `loss.backward()` is inside the `with torch.autocast(...)` block of the forward pass.
 Why it matters:
-    Backward operations take the types of their forward operations by themselves. Inside the block, what is done beside them (custom
-    autograd functions, hooks, gradient penalties) is cast a second time. PyTorch's documentation advises against it.
+    Backward operations use the types of their forward operations automatically. Inside the block, other
+    operations of the backward pass are cast a second time: custom autograd functions, hooks and gradient
+    penalties. The PyTorch documentation advises against it.
 How to mend it:
-    End the block after the loss: forward and loss inside, `backward()` and `step()` outside.
+    End the block after the loss. Keep the forward pass and the loss inside, and `backward()` and `step()`
+    outside.
 Bad:
     import torch
 

@@ -1,12 +1,14 @@
-"""Binary cross entropy on probabilities, under autocast.
+"""Binary cross entropy of probabilities runs under autocast.
 
 What:
-    `binary_cross_entropy` or `BCELoss` is called inside a `with torch.autocast(...)`.
+    `binary_cross_entropy` or `BCELoss` is called inside `with torch.autocast(...)`.
 Why it matters:
-    Its gradient does not fit into half precision; on CUDA it raises "binary_cross_entropy and BCELoss are unsafe to autocast". A
-    program that was only run on a CPU, or with autocast switched off, stops there on its first run on a GPU.
+    Its gradient does not fit into half precision. On CUDA, it raises "binary_cross_entropy and BCELoss are
+    unsafe to autocast". A program that was only run on a CPU, or with autocast disabled, stops there on its
+    first run on a GPU.
 How to mend it:
-    Give `BCEWithLogitsLoss` the logits: sigmoid and loss in one, which is safe under autocast and more exact without it.
+    Pass the logits to `BCEWithLogitsLoss`. It combines the sigmoid and the loss, is safe under autocast, and
+    is more accurate without autocast too.
 Bad:
     import torch
 
@@ -45,12 +47,12 @@ def look(program: Program) -> Iterator[Finding]:
         name = event.source.dotted(call.func)
         unsafe = name == "torch.nn.functional.binary_cross_entropy" or (not name and "BCELoss" in program.values.kinds(event.source, call.func))
         if unsafe and under_autocast(event):
-            yield RULE.finding("binary cross entropy on probabilities raises under autocast on a GPU", event.place,
-                               "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # and no sigmoid before it")
+            yield RULE.finding("binary cross entropy of probabilities raises an error under autocast on a GPU", event.place,
+                               "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # without a sigmoid before it")
 
 
 def under_autocast(event: Event) -> bool:
-    """Whether the innermost autocast around an event is on, as far as is written out."""
+    """Return whether the innermost autocast around an event is enabled, as far as the source shows."""
     around = [call for _, call in event.within(*AUTOCAST)]
     if not around:
         return False

@@ -1,12 +1,13 @@
-"""The best weights are remembered without a copy.
+"""The best weights are kept without a copy.
 
 What:
-    In the training loop a name is set to `model.state_dict()`, and after it that name is loaded or saved as the best state.
+    The training loop sets a name to `model.state_dict()`. Later, that name is loaded or saved as the best
+    state.
 Why it matters:
-    `state_dict()` gives the live tensors, and every later step changes them. What is loaded in the end are the last weights, not the
-    best: early stopping and "keep the best" do nothing.
+    `state_dict()` returns the live tensors, and every later step changes them. The program loads the last
+    weights, not the best. Early stopping and "keep the best" have no effect.
 How to mend it:
-    `copy.deepcopy(model.state_dict())`, or save it to a file at once.
+    Use `copy.deepcopy(model.state_dict())`, or save the state to a file immediately.
 Bad:
     import torch
 
@@ -38,7 +39,8 @@ Good:
             best, kept = loss.item(), copy.deepcopy(model.state_dict())
     model.load_state_dict(kept)
 Sources:
-    https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html ("best_model_state = model.state_dict() returns a reference")
+    https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
+    ("best_model_state = model.state_dict() returns a reference")
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def look(program: Program) -> Iterator[Finding]:
                 if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict" and not value.args \
                         and "Module" in program.values.kinds(event.source, value.func.value) and _used_later(program, event, target):
                     kept, model = event.source.code(target), event.source.code(value.func.value)
-                    yield RULE.finding(f"`{kept}` holds the live weights of `{model}`, which every later step changes: it is loaded afterwards, and is not "
-                                       "what was best", event.place, f"{kept} = copy.deepcopy({event.source.code(value)})")
+                    yield RULE.finding(f"`{kept}` holds the live weights of `{model}`, which every later step changes: "
+                                       "the state loaded afterwards is not the best one", event.place, f"{kept} = copy.deepcopy({event.source.code(value)})")
 
 
 def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
@@ -74,7 +76,7 @@ def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _used_later(program: Program, event: Event, target: ast.expr) -> bool:
-    """Whether the remembered state is loaded or saved outside of the loop that remembers it."""
+    """Return whether the kept state is loaded or saved outside the loop that keeps it."""
     inside = {id(each.node) for each in program.events if event.loops[0] in each.loops}
     for call in event.source.calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""

@@ -1,12 +1,14 @@
-"""A convolution adds a bias that BatchNorm takes away.
+"""A layer adds a bias that BatchNorm removes.
 
 What:
-    A convolution or linear layer with its default `bias=True` goes straight into a BatchNorm.
+    A convolution or linear layer with the default `bias=True` feeds directly into a BatchNorm.
 Why it matters:
-    BatchNorm subtracts the mean, and the bias with it: its gradient is zero up to rounding. It costs an addition over the whole output
-    in the forward pass, a sum over it in the backward pass, and memory for its gradient and optimizer state.
+    BatchNorm subtracts the mean, and the bias with it. The gradient of the bias is zero except for rounding.
+    The bias costs an addition over the whole output in the forward pass and a sum over it in the backward
+    pass. It also needs memory for its gradient and optimizer state.
 How to mend it:
-    `bias=False` in the layer before a BatchNorm. (A checkpoint with the old biases then needs `strict=False`.)
+    Set `bias=False` in the layer before a BatchNorm. (Loading a checkpoint with the old biases then needs
+    `strict=False`.)
 Bad:
     import torch
 
@@ -37,7 +39,7 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import Program
 from flatout.probe.script import Source
 
-LAYERS = {"Conv1d": 7, "Conv2d": 7, "Conv3d": 7, "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7, "Linear": 2}  # the place of `bias`
+LAYERS = {"Conv1d": 7, "Conv2d": 7, "Conv3d": 7, "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7, "Linear": 2}  # position of `bias`
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 
 
@@ -51,7 +53,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def _in_forward(program: Program, source: Source, klass: ast.ClassDef) -> Iterator[Finding]:
-    """``self.bn(self.conv(x))``, where each is made once."""
+    """Find ``self.bn(self.conv(x))`` where each layer is created once."""
     made = program.values.attributes(source, klass)
     uses = [node.attr for node in ast.walk(klass) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
     for node in ast.walk(klass):
@@ -78,7 +80,7 @@ def _has_bias(source: Source, call: ast.Call) -> bool:
 
 
 def _finding(source: Source, layer: ast.Call) -> Finding:
-    return RULE.finding(f"the bias of this {_last(source, layer)} is taken away again by the BatchNorm behind it", source.place(layer),
+    return RULE.finding(f"the bias of this {_last(source, layer)} has no effect: the BatchNorm after it subtracts it", source.place(layer),
                         f"{source.code(layer)[:-1]}, bias=False)")
 
 

@@ -1,11 +1,12 @@
-"""A method is named and not called.
+"""A method is named but not called.
 
 What:
-    A line says `optimizer.step`, `model.eval`, `optimizer.zero_grad` or the like, without parentheses.
+    A line contains `optimizer.step`, `model.eval`, `optimizer.zero_grad` or similar, without parentheses.
 Why it matters:
-    Python looks the method up and throws it away. No error, and nothing happens: no step, no evaluation mode, no cleared gradients.
+    Python looks up the method and discards it. There is no error and no effect: no step, no evaluation mode,
+    no cleared gradients.
 How to mend it:
-    Write the parentheses.
+    Add the parentheses.
 Bad:
     import torch
 
@@ -36,7 +37,7 @@ METHODS = {"step", "zero_grad", "backward", "eval", "train", "update", "cuda", "
 def look(program: Program) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute) and node.value.attr in METHODS and not source.cells:
-            yield RULE.finding(f"`{source.code(node.value)}` is only named here, and never called: nothing happens", source.place(node),
+            yield RULE.finding(f"`{source.code(node.value)}` is named here but not called: the line has no effect", source.place(node),
                                f"{source.code(node.value)}()")
 
 

@@ -1,13 +1,14 @@
-"""A checkpoint to resume from, without the optimizer.
+"""A checkpoint for resuming lacks the optimizer.
 
 What:
-    The program saves the weights with the epoch, reads the epoch back to go on from there, and saves no state of its optimizer, which
-    has one (Adam, or SGD with momentum).
+    The program saves the weights with the epoch and reads the epoch back to resume. Its optimizer has state
+    (Adam, or SGD with momentum), and this state is not saved.
 Why it matters:
-    After resuming, the averages of Adam begin at zero with a bias correction as in the first step: the first steps are far too large,
-    and the loss jumps. What was trained before the pause is partly undone.
+    After resuming, the averages of Adam start at zero, with the bias correction of the first step. The first
+    steps are far too large, and the loss jumps. Part of the training before the interruption is undone.
 How to mend it:
-    Save `optimizer.state_dict()` beside the weights (and the scheduler's and scaler's), and load it when resuming.
+    Save `optimizer.state_dict()` with the weights, and the state of the scheduler and the scaler. Load them
+    when resuming.
 Bad:
     import torch
 
@@ -63,19 +64,19 @@ def look(program: Program) -> Iterator[Finding]:
         for origin in program.origins(source, call.args[0]) if call.args else ():
             if isinstance(origin.node, ast.Dict) and _holds_weights_alone(origin.node, read):
                 name = next((source.code(target) for o in made if isinstance(p := o.source.parent(o.node), ast.Assign) for target in p.targets), "optimizer")
-                yield RULE.finding("the program resumes from this checkpoint, and the state of its optimizer is not in it", source.place(call),
-                                   f'"optimizer": {name}.state_dict(),  # in this dict; load it where the weights are loaded')
+                yield RULE.finding("the program resumes from this checkpoint, which lacks the state of the optimizer", source.place(call),
+                                   f'"optimizer": {name}.state_dict(),  # in this dict; load it with the weights')
 
 
 def _positions_read(program: Program) -> set[str]:
-    """The keys under which the program reads from a loaded checkpoint how far it came."""
+    """Return the keys of the training position that the program reads from a loaded checkpoint."""
     return {node.slice.value for source in program.sources for node in source.nodes
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
             and isinstance(node.slice.value, str) and any(origin.dotted == "torch.load" for origin in program.origins(source, node.value))} & POSITIONS
 
 
 def _holds_weights_alone(saved: ast.Dict, read: set[str]) -> bool:
-    """Whether a checkpoint has a position that is read back, one state, and nothing that may be an optimizer's."""
+    """Return whether a checkpoint has a position that is read back, one state, and no optimizer state."""
     keys = {str(key.value) for key in saved.keys if isinstance(key, ast.Constant)}
     states = [value for value in saved.values if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict"]
     return len(keys) == len(saved.keys) < 6 and bool(keys & read) and len(states) == 1 and not any("optim" in key for key in keys)

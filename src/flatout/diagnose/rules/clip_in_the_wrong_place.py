@@ -1,12 +1,13 @@
-"""Gradients are clipped when it is too late, or too early.
+"""Gradients are clipped too late or too early.
 
 What:
     `clip_grad_norm_` or `clip_grad_value_` comes after `optimizer.step()`, or before `loss.backward()`.
 Why it matters:
-    Clipping changes `.grad` in place. After the step nobody reads it any more; before the backward pass it is empty. The training runs
-    unclipped, and the line that should protect it from exploding gradients does nothing.
+    Clipping changes `.grad` in place. After the step, nothing reads `.grad` any more. Before the backward
+    pass, it is empty. The gradients stay unclipped, and the protection from exploding gradients has no
+    effect.
 How to mend it:
-    Between `backward()` and `step()`.
+    Clip between `backward()` and `step()`.
 Bad:
     import torch
 
@@ -49,10 +50,10 @@ def look(program: Program) -> Iterator[Finding]:
             before, after = [event.kind for event in order[:at]], [event.kind for event in order[at + 1:]]
             name = clip.source.code(clip.node)
             if before and before[-1] != "backward" and not {"step", "scaler_step"} & set(after):
-                yield RULE.finding(f"the gradients are clipped after the step on line {order[at - 1].place.line} has used them: this does nothing", clip.place,
+                yield RULE.finding(f"the gradients are clipped after the step on line {order[at - 1].place.line} has used them: this has no effect", clip.place,
                                    f"{name}  # before {order[at - 1].source.code(order[at - 1].node)}", others=[order[at - 1].place])
             elif not before and after[:1] == ["backward"]:
-                yield RULE.finding(f"the gradients are clipped before the backward pass on line {order[at + 1].place.line} makes them: this does nothing",
+                yield RULE.finding(f"the gradients are clipped before the backward pass on line {order[at + 1].place.line} computes them: this has no effect",
                                    clip.place, f"{name}  # after {order[at + 1].source.code(order[at + 1].node)}", others=[order[at + 1].place])
 
 

@@ -3,10 +3,11 @@
 What:
     With a GradScaler, `clip_grad_norm_` runs before `scaler.unscale_(optimizer)`, or without it.
 Why it matters:
-    The scaler multiplies the loss by up to 65,536 and more. A norm limit of 1 then cuts every gradient to almost nothing once it is
-    unscaled: training crawls or stands still, and no error is raised.
+    The scaler multiplies the loss by 65,536 or more. A norm limit of 1 then cuts every gradient to almost
+    zero once it is unscaled. Training slows down or stalls, without an error.
 How to mend it:
-    `scaler.unscale_(optimizer)` directly before the clipping. `scaler.step` notices and does not unscale again.
+    Call `scaler.unscale_(optimizer)` directly before the clipping. `scaler.step` detects this and does not
+    unscale again.
 Bad:
     import torch
 
@@ -58,14 +59,14 @@ def look(program: Program) -> Iterator[Finding]:
             continue
         for clip in loop.of("clip"):
             if not isinstance(clip.node, ast.Call) or not clip.source.dotted(clip.node.func).startswith("torch."):
-                continue  # a framework's own clipping may unscale first
+                continue  # the clipping of a framework may unscale first
             step = next((event for event in steps if together(event, clip) and loop.events.index(event) > loop.events.index(clip)), None)
             before = [event for event in loop.of("unscale") if loop.events.index(event) < loop.events.index(clip) and together(event, clip)]
             if step is None or before or not isinstance(step.node, ast.Call) or not isinstance(step.node.func, ast.Attribute):
                 continue
             scaler = step.source.code(step.node.func.value)
             optimizer = step.source.code(step.subject) if step.subject is not None else "optimizer"
-            late = " (it is called only afterwards)" if loop.of("unscale") else ""
+            late = " (which runs only afterwards)" if loop.of("unscale") else ""
             yield RULE.finding(f"the gradients are clipped while they are still multiplied by the scaler's factor, before `{scaler}.unscale_`{late}",
                                clip.place, f"{scaler}.unscale_({optimizer})\n{clip.source.code(clip.node)}", others=[step.place])
 

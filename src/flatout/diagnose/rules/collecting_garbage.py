@@ -1,12 +1,13 @@
 """The garbage collector interrupts the step.
 
 What:
-    Python's cyclic garbage collector runs within the steps, because many objects are alive and many are made. The gain is measured: the same steps
-    with the collector off.
+    Python's cyclic garbage collector runs during the steps, because the program has many live objects and
+    creates many. The gain is measured: the same steps run with the collector disabled.
 Why it matters:
-    A full collection looks at every object that there is; a training program has hundreds of thousands and frees its tensors without it.
+    A full collection visits every live object. A training program has hundreds of thousands of objects, and
+    frees its tensors without the collector.
 How to mend it:
-    Once, before the loop: gc.collect(); gc.freeze().
+    Call gc.collect() and gc.freeze() once, before the loop.
 Bad:
     for batch in loader:
         train(batch)
@@ -30,10 +31,10 @@ from flatout.plan.profile import ProfileRecord
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     timed, (calls, _, _) = without(profile, profile.gc_ms), habit(profile, "gc_collect")
     ratio = bound(profile, "gc")
-    # Two witnesses: a collector that takes no time cannot be what makes the difference. Where the program calls it, that is another rule's.
+    # A collector that takes no time cannot explain the gain. Calls by the program belong to another rule.
     if timed is None or calls:
         return
-    evidence = [f"{profile.gc_calls:.3g} collections a {profile.unit}", f"the longest pause is {profile.gc_longest_ms:.1f} ms"]
+    evidence = [f"{profile.gc_calls:.3g} collections per {profile.unit}", f"the longest pause is {profile.gc_longest_ms:.1f} ms"]
     yield found(RULE, f"automatic garbage collection takes {of_step(profile, profile.gc_ms)}", evidence=evidence, predicted=ratio or timed,
                 how=how("gc") if ratio else TIMED)
 

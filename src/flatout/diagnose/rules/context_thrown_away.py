@@ -1,12 +1,13 @@
-"""A context manager is made and not entered.
+"""A context manager is created but not entered.
 
 What:
-    `torch.no_grad()`, `torch.inference_mode()` or `torch.autocast(...)` stands alone on a line, without `with`.
+    `torch.no_grad()`, `torch.inference_mode()` or `torch.autocast(...)` is alone on a line, without `with`.
 Why it matters:
-    The call makes an object that would act once it is entered. Alone it does nothing: the evaluation builds graphs, the forward pass
-    runs in full precision.
+    The call creates an object that takes effect only when it is entered. On its own it has no effect: the
+    evaluation builds graphs, and the forward pass runs in full precision.
 How to mend it:
-    `with torch.no_grad():` and the block below it. (`torch.set_grad_enabled(False)` does act by itself.)
+    Write `with torch.no_grad():` and indent the block below it. (`torch.set_grad_enabled(False)` takes effect
+    without `with`.)
 Bad:
     import torch
 
@@ -39,7 +40,7 @@ CONTEXTS = {"torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch
 def look(program: Program) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and source.dotted(node.value.func) in CONTEXTS:
-            yield RULE.finding(f"`{source.code(node.value)}` does nothing by itself: it acts on the block of a `with`", source.place(node),
+            yield RULE.finding(f"`{source.code(node.value)}` has no effect on its own: use it in a `with` statement", source.place(node),
                                f"with {source.code(node.value)}:")
 
 

@@ -1,12 +1,13 @@
-"""A loss from DataParallel that is one number only on one GPU.
+"""A loss from DataParallel is a scalar only on one GPU.
 
 What:
-    The module that is wrapped in `DataParallel` gives back its loss, and `backward()` is called on it as it comes.
+    The module wrapped in `DataParallel` returns its loss, and `backward()` is called on it directly.
 Why it matters:
-    DataParallel stacks the outputs of its devices: with two GPUs the loss has two entries. `backward()` then raises "grad can be
-    implicitly created only for scalar outputs"; on one GPU everything works.
+    DataParallel stacks the losses of its devices: with two GPUs, the loss has two entries.
+    `backward()` then raises "grad can be implicitly created only for scalar outputs". On one GPU, the program
+    works.
 How to mend it:
-    `loss.mean().backward()`.
+    Call `loss.mean().backward()`.
 Bad:
     import torch
 
@@ -64,12 +65,12 @@ def look(program: Program) -> Iterator[Finding]:
             origins = program.origins(event.source, event.subject) if event.subject is not None else []
             if origins and all(_gathered(program, origin) for origin in origins):
                 name = event.source.code(event.subject) if event.subject is not None else ""
-                yield RULE.finding(f"`{name}` has one entry for every GPU: backward() works on one and raises on two", event.place, f"{name}.mean().backward()",
-                                   others=[origins[0].source.place(origins[0].node)])
+                yield RULE.finding(f"`{name}` has one entry per GPU: backward() works with one GPU and raises an error with two", event.place,
+                                   f"{name}.mean().backward()", others=[origins[0].source.place(origins[0].node)])
 
 
 def _gathered(program: Program, origin: Origin) -> bool:
-    """Whether a value is what a module in DataParallel gives, directly."""
+    """Return whether a value is the direct output of a module in DataParallel."""
     call = origin.node
     return isinstance(call, ast.Call) and not origin.part and any(each.dotted in WRAPPED for each in program.origins(origin.source, call.func))
 

@@ -1,13 +1,15 @@
-"""DataParallel, where DistributedDataParallel would do.
+"""DataParallel is used instead of DistributedDataParallel.
 
 What:
-    The model is wrapped in `torch.nn.DataParallel`, and the program knows no `DistributedDataParallel`.
+    The model is wrapped in `torch.nn.DataParallel`, and the program does not use `DistributedDataParallel`.
 Why it matters:
-    One Python process drives all devices: in every step it copies the weights to each, splits the batch, and collects outputs and
-    gradients on the first device, which also needs the most memory. DistributedDataParallel has a process per device and averages
-    gradients while they are made.
+    One Python process drives all devices. In every step, it copies the weights to each device, splits the
+    batch, and collects outputs and gradients on the first device. The first device also needs the most
+    memory. DistributedDataParallel has one process per device, and averages the gradients during the backward
+    pass.
 How to mend it:
-    `DistributedDataParallel`, started with `torchrun --nproc-per-node N`; the tutorial shows the few lines that change.
+    Use `DistributedDataParallel`, and start the program with `torchrun --nproc-per-node N`. The tutorial
+    shows the few lines to change.
 Bad:
     import torch
 
@@ -37,7 +39,7 @@ NAMES = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.pa
 
 def look(program: Program) -> Iterator[Finding]:
     if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
-        return  # a choice that the program leaves to whoever runs it
+        return  # the program leaves the choice to the user
     for source, call in program.calls(*NAMES):
         yield RULE.finding("DataParallel copies the model to every device in every step, from one Python process", source.place(call),
                            "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py")

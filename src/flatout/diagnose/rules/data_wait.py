@@ -1,10 +1,10 @@
 """The step waits for data.
 
 What:
-    The program asks its loader for the next batch, and the batch is not there yet. The gain is measured: the same steps, fed with batches
-    that are there already.
+    The program requests the next batch from its loader, and the batch is not ready. The gain is measured: the
+    same steps run with batches that are ready.
 Why it matters:
-    While it waits, nothing is computed. No optimisation of the model brings that time back.
+    Nothing is computed during the wait. Optimising the model does not recover that time.
 How to mend it:
     flatout tune --levers loader,cached_prefix,batched_transforms,resident_data COMMAND...
 Bad:

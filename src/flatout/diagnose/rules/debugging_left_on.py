@@ -1,13 +1,13 @@
-"""A debugging aid is left on.
+"""A debugging aid is left enabled.
 
 What:
-    `torch.autograd.set_detect_anomaly(True)`, `emit_nvtx`, `gradcheck` or `torch.autograd.profiler.profile` is switched on without a
-    condition, in a program that trains.
+    A training program enables `torch.autograd.set_detect_anomaly(True)`, `emit_nvtx`, `gradcheck` or
+    `torch.autograd.profiler.profile` unconditionally.
 Why it matters:
-    Anomaly detection records a Python stack for every operation and checks every gradient for NaN: steps take several times as long.
-    The others slow every operation, too.
+    Anomaly detection records a Python stack for every operation and checks every gradient for NaN. Steps take
+    several times as long. The other aids slow down every operation too.
 How to mend it:
-    Remove it, or put it behind an option. The lever `debug_off` switches it off for a run.
+    Remove it, or make it optional. The lever `debug_off` disables it for a run.
 Bad:
     import torch
 
@@ -61,14 +61,14 @@ def look(program: Program) -> Iterator[Finding]:
         on = isinstance(first, ast.Constant) and first.value is True
         trained = event.loops or not dotted.endswith("check")
         if (dotted in SWITCHES and on) or (dotted in ALWAYS and (first is None or on or dotted.endswith("check")) and trained):
-            yield RULE.finding(f"`{event.source.code(call)}` is on for the whole training", event.place, "# remove it, or put it behind an option")
+            yield RULE.finding(f"`{event.source.code(call)}` is enabled for the whole training", event.place, "# remove it, or make it optional")
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
     _, _, places = habit(profile, "anomaly")
-    yield found(RULE, "anomaly detection is on in every step", places[0] if places else None, others=places[1:])
+    yield found(RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:])
 
 
 RULE = Rule("FL112", "debugging_left_on", Severity.TIME, __doc__, look=look, judge=judge, levers=("debug_off",))

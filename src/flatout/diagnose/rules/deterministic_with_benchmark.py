@@ -1,12 +1,14 @@
-"""Deterministic and benchmark at once.
+"""cuDNN is set to deterministic and benchmark at the same time.
 
 What:
     `torch.backends.cudnn.deterministic = True` and `torch.backends.cudnn.benchmark = True` are both set.
 Why it matters:
-    `benchmark` times the algorithms of cuDNN and takes the fastest; which one wins can change from run to run, and other algorithms
-    round otherwise. The run is then not repeatable, which `deterministic` was set for; and `deterministic` keeps the fastest ones out.
+    `benchmark` times the algorithms of cuDNN and uses the fastest. The fastest one can change from run to
+    run, and different algorithms round differently. The run is then not repeatable, which is the purpose of
+    `deterministic`. At the same time, `deterministic` excludes the fastest algorithms.
 How to mend it:
-    Repeatable: `deterministic = True` and `benchmark = False`. Fast: `benchmark = True` alone.
+    For a repeatable run, set `deterministic = True` and `benchmark = False`. For a fast run, set only
+    `benchmark = True`.
 Bad:
     import torch
 
@@ -46,7 +48,7 @@ def look(program: Program) -> Iterator[Finding]:
         for other in set_to.get("benchmarkTrue", []):
             if one.frames == other.frames and one.source is other.source and (implies(other, one) or implies(one, other)):
                 late = max(one, other, key=program.events.index)
-                yield RULE.finding("deterministic and benchmark are both on: the run is neither repeatable nor as fast as it could be", late.place,
+                yield RULE.finding("deterministic and benchmark are both enabled: the run is neither repeatable nor as fast as possible", late.place,
                                    "torch.backends.cudnn.benchmark = False", others=[one.place if late is other else other.place])
 
 

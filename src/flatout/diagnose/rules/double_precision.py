@@ -1,11 +1,13 @@
 """The step computes in double precision.
 
 What:
-    Operators on float64 tensors take a part of the step. numpy's numbers are doubles, and so is what torch.from_numpy makes of them.
+    Operators on float64 tensors take part of the step. NumPy floats are doubles by default, and
+    torch.from_numpy keeps that type.
 Why it matters:
-    Doubles are half as fast on a CPU and take twice the memory; on most GPUs they are 32 or 64 times slower than float32.
+    Doubles are half as fast as float32 on a CPU and take twice the memory. On most GPUs they are 32 or 64
+    times slower.
 How to mend it:
-    torch.from_numpy(array).float(), and no model.double().
+    Use torch.from_numpy(array).float(), and do not call model.double().
 Bad:
     x = torch.from_numpy(array)
     model = model.double()
@@ -24,12 +26,12 @@ from flatout.plan.profile import Operation, ProfileRecord
 from flatout.plan.records import Ratio
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "conv2d")
-FASTER = 2.0  # float32 against float64 where memory or vector width is the limit
+FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations) and "float64" not in (profile.settings.get("dtypes") or {}):
-        return  # a Python number beside a tensor is a double, too, and costs nothing
+        return  # a Python number next to a tensor is a double too, and costs nothing
     doubles = sorted((o for o in profile.operations if _double(o)), key=lambda o: -o.share)
     share = min(1.0, sum(o.share for o in doubles))
     ratio = 1 / (1 - share * (1 - 1 / FASTER))
@@ -38,7 +40,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, called = habit(profile, "forward")
     place = next((o.place for o in doubles if o.place), called[0] if called else None)
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
-    yield found(RULE, f"{100 * share:.0f} % of the operators' time goes into float64", place, evidence=evidence,
+    yield found(RULE, f"{100 * share:.0f} % of the operators' time is spent on float64", place, evidence=evidence,
                 predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: these operators at twice the speed")
 
 

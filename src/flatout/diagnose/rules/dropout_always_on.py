@@ -1,12 +1,13 @@
-"""Dropout that eval() does not switch off.
+"""eval() does not disable this dropout.
 
 What:
-    `forward` calls `F.dropout(x, p)` without `training=self.training`, or makes a `torch.nn.Dropout(p)` on the spot.
+    `forward` calls `F.dropout(x, p)` without `training=self.training`, or creates a `torch.nn.Dropout(p)` and
+    calls it.
 Why it matters:
-    The function's default is `training=True`, and a module made on the spot is always in training mode. `model.eval()` changes neither:
-    test figures are too bad, and differ from call to call.
+    The function defaults to `training=True`, and a new module is always in training mode. `model.eval()`
+    changes neither. Test results are too poor and differ from call to call.
 How to mend it:
-    `F.dropout(x, p, training=self.training)`, or a `torch.nn.Dropout` made in `__init__`.
+    Use `F.dropout(x, p, training=self.training)`, or a `torch.nn.Dropout` created in `__init__`.
 Bad:
     import torch
     import torch.nn.functional as F
@@ -53,14 +54,14 @@ def look(program: Program) -> Iterator[Finding]:
             dotted = source.dotted(call.func)
             last = dotted.rpartition(".")[2]
             if any(isinstance(each, (ast.If, ast.IfExp)) and "training" in ast.unparse(each.test) for each in source.parents(call)):
-                continue  # switched by hand
+                continue  # the program switches it itself
             options = {keyword.arg for keyword in call.keywords}
             if dotted.startswith("torch.nn.functional.") and last in NAMES and len(call.args) < 3 and not options & {"training", None}:
                 told = ", ".join([*(source.code(each) for each in [*call.args, *call.keywords]), "training=self.training"])
-                yield RULE.finding(f"`{source.code(call)}` drops in evaluation, too: its `training` is True unless it is given", source.place(call),
+                yield RULE.finding(f"`{source.code(call)}` is active in evaluation too: `training` defaults to True", source.place(call),
                                    f"{source.code(call.func)}({told})")
             elif dotted.startswith("torch.nn.") and last in CLASSES and isinstance(source.parent(call), ast.Call) and source.parent(call).func is call:  # type: ignore[union-attr]
-                yield RULE.finding(f"this {last} is made here and is always in training mode: `eval()` cannot switch it off", source.place(call),
+                yield RULE.finding(f"this {last} is created here and is always in training mode: `eval()` cannot disable it", source.place(call),
                                    f"self.drop = {source.code(call)}  # in __init__")
 
 

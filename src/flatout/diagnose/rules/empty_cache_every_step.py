@@ -1,13 +1,14 @@
-"""The allocator's memory is given back in every step.
+"""Every step frees the allocator's cache.
 
 What:
     `torch.cuda.empty_cache()` runs in every step of the training loop.
 Why it matters:
-    PyTorch keeps freed memory so that the next step can use it at once. Giving it back means `cudaFree`, which waits for the device,
-    and `cudaMalloc` again for the next step. It frees nothing that is in use: it cannot help a program that runs out of memory by
-    itself.
+    PyTorch caches freed memory so that the next step can reuse it immediately. Freeing the cache calls
+    `cudaFree`, which waits for the device, and the next step must call `cudaMalloc` again. It does not free
+    memory that is in use, so it cannot prevent an out-of-memory error.
 How to mend it:
-    Remove it. Against fragmentation there is `PYTORCH_ALLOC_CONF=expandable_segments:True` (the lever `allocator`).
+    Remove it. Against fragmentation, set `PYTORCH_ALLOC_CONF=expandable_segments:True` (the lever
+    `allocator`).
 Bad:
     import torch
 
@@ -48,7 +49,7 @@ NAMES = ("torch.cuda.empty_cache", "torch.cuda.memory.empty_cache", "torch.accel
 
 def look(program: Program) -> Iterator[Finding]:
     for event in every_step(program, *NAMES):
-        yield RULE.finding(f"`{event.source.code(event.node)}` gives memory back in every step that the next step must ask for again", event.place,
+        yield RULE.finding(f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again", event.place,
                            f"# remove {event.source.code(event.node)}")
 
 
@@ -60,8 +61,8 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         places = [memory.empty_cache_place] if memory.empty_cache_place else places
     if calls < 0.2:
         return
-    idle = " (without a GPU it does nothing)" if profile.device == "cpu" else ""
-    yield found(RULE, f"empty_cache() is called {calls:.3g} times a {profile.unit} and takes {of_step(profile, ms)}{idle}", places[0] if places else None,
+    idle = " (without a GPU it has no effect)" if profile.device == "cpu" else ""
+    yield found(RULE, f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}{idle}", places[0] if places else None,
                 predicted=without(profile, ms), how=TIMED, others=places[1:])
 
 

@@ -1,12 +1,13 @@
 """The model is evaluated in training mode.
 
 What:
-    A loop under `torch.no_grad()` runs a model that has Dropout or BatchNorm, and `model.eval()` is never called anywhere.
+    A loop under `torch.no_grad()` runs a model with Dropout or BatchNorm, and `model.eval()` is never called.
 Why it matters:
-    Dropout goes on dropping, so the figures are too bad and change from run to run. BatchNorm normalises each test batch by itself, and
-    updates its running statistics with test data: the evaluation leaks into the model that is then trained on.
+    Dropout stays active, so the results are too poor and change from run to run. BatchNorm normalises each
+    test batch on its own, and updates its running statistics with test data. The test data leaks into the
+    model, which is then trained further.
 How to mend it:
-    `model.eval()` before the evaluation, `model.train()` after it.
+    Call `model.eval()` before the evaluation and `model.train()` after it.
 Bad:
     import torch
 
@@ -65,12 +66,12 @@ def look(program: Program) -> Iterator[Finding]:
             layer = has_mode(program, event.source, event.node.func)
             if layer and _is_trained(program, event.source, event.node.func):
                 name = event.source.code(event.node.func)
-                yield RULE.finding(f"`{name}` has {layer}, and is evaluated here in training mode: `eval()` is never called", event.place,
+                yield RULE.finding(f"`{name}` has {layer} and is evaluated here in training mode: `eval()` is never called", event.place,
                                    f"{name}.eval()   # before the loop\n{name}.train()  # after it")
 
 
 def has_mode(program: Program, source: Source, model: ast.AST) -> str:
-    """The first layer of a model that behaves differently in training, by its class; empty where none is seen."""
+    """Return the class of the first layer that behaves differently in training, or an empty string."""
     for origin in program.origins(source, model):
         parts: list[tuple[Source, ast.AST]] = [(origin.source, origin.node)]
         if isinstance(origin.node, ast.Call):

@@ -1,12 +1,13 @@
-"""The evaluation builds graphs that nobody uses.
+"""The evaluation builds autograd graphs that are never used.
 
 What:
-    After `model.eval()` a loop runs the model, nothing calls `backward()` in it, and no `torch.no_grad()` is around it.
+    After `model.eval()`, a loop runs the model without `backward()` and outside `torch.no_grad()`.
 Why it matters:
-    Autograd keeps every activation of the batch for a backward pass that never comes: an evaluation needs as much memory as a training
-    step, and each operation is slower. If an output or a loss is kept, its graph is kept, too.
+    Autograd keeps every activation of the batch for a backward pass that never runs. An evaluation needs as
+    much memory as a training step, and each operation is slower. If the program keeps an output or a loss,
+    its graph is kept too.
 How to mend it:
-    `with torch.no_grad():` around the loop, or `torch.inference_mode()`.
+    Put `with torch.no_grad():` or `with torch.inference_mode():` around the loop.
 Bad:
     import torch
 
@@ -60,12 +61,12 @@ def look(program: Program) -> Iterator[Finding]:
         if _evaluates(program, event, modes) and not any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
             told.add(id(event.loops[-1].node))
             name = event.source.code(event.node.func)
-            yield RULE.finding(f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never comes", event.place,
-                               f"with torch.no_grad():  # around the loop of line {event.loops[-1].source.place(event.loops[-1].node).line}")
+            yield RULE.finding(f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never runs", event.place,
+                               f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}")
 
 
 def _switched_by_call(program: Program) -> bool:
-    """Whether gradients are switched off by a call on a line of its own, for an unknown while."""
+    """Return whether a call on its own line disables gradients, for an unknown span."""
     return any(isinstance(source.parent(call), ast.Expr) for source, call in program.calls(*OFF))
 
 
@@ -74,11 +75,11 @@ def _inside(program: Program, loop: Loop) -> list[Event]:
 
 
 def _evaluates(program: Program, event: Event, modes: list[Event]) -> bool:
-    """Whether a call runs a trained module that was last put into evaluation mode, in the same function, and no gradient is switched off around it."""
+    """Return whether a call runs a trained module with gradients, in evaluation mode set in its function."""
     assert isinstance(event.node, ast.Call)
     model = event.node.func
     if isinstance(event.root, FUNCTIONS) and event.source.klass(event.root) is not None:
-        return False  # a method that nobody calls in the open: its callers may switch gradients off
+        return False  # a method without visible callers: they may disable gradients
     if "Module" not in program.values.kinds(event.source, model) or "Loss" in program.values.kinds(event.source, model) or any(_off(event)):
         return False
     own = [mode for mode in modes if mode.subject is not None and mode.root is event.root and mode.frames == event.frames[: len(mode.frames)]
@@ -87,7 +88,7 @@ def _evaluates(program: Program, event: Event, modes: list[Event]) -> bool:
 
 
 def _off(event: Event) -> Iterator[bool]:
-    """For every ``with`` and decorator around a call that may switch gradients off: only what is known not to is left out."""
+    """Yield once for each ``with`` or decorator around a call that may disable gradients."""
     for source, block in event.blocks:
         called = block.func if isinstance(block, ast.Call) else block
         builtin = isinstance(called, ast.Name) and called.id in ("open", "tqdm", "staticmethod", "classmethod", "property")
@@ -98,7 +99,7 @@ def _off(event: Event) -> Iterator[bool]:
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = habit(profile, "eval_with_grad")
     if calls and places:
-        said = f"the model was called {calls:.3g} times a {profile.unit} in evaluation mode with gradients on"
+        said = f"the model was called {calls:.3g} times per {profile.unit} in evaluation mode with gradients enabled"
         yield found(RULE, said, places[0], others=places[1:])
 
 

@@ -1,13 +1,13 @@
-"""Half precision without a GradScaler.
+"""Half precision is used without a GradScaler.
 
 What:
-    The forward pass runs under `autocast` in float16 (on CUDA that is the default type), and nothing scales the loss.
+    The forward pass runs under `autocast` in float16 (the default type on CUDA), and the loss is not scaled.
 Why it matters:
-    The smallest normal float16 is 6e-5. Gradients below about 6e-8 become zero; in deep networks that is a large share of them. The
-    loss falls at first, then stalls higher than it should.
+    The smallest normal float16 is 6e-5. Gradients below about 6e-8 become zero; in deep networks, these are a
+    large share. The loss falls at first, then stalls at too high a value.
 How to mend it:
-    Take bfloat16, which has the range of float32 and needs no scaler (`torch.autocast("cuda", dtype=torch.bfloat16)`), or scale the
-    loss with `torch.amp.GradScaler("cuda")`.
+    Use bfloat16, which has the range of float32 and needs no scaler:
+    `torch.autocast("cuda", dtype=torch.bfloat16)`. Or scale the loss with `torch.amp.GradScaler("cuda")`.
 Bad:
     import torch
 
@@ -54,12 +54,12 @@ def look(program: Program) -> Iterator[Finding]:
         for event in loop.events:
             for source, call in event.within(*AUTOCAST):
                 if any(event.kind == "backward" for event in loop.events) and is_half(source, call):
-                    yield RULE.finding("this autocast computes in float16, and no GradScaler keeps small gradients from becoming zero", source.place(call),
+                    yield RULE.finding("this autocast computes in float16, and small gradients become zero without a GradScaler", source.place(call),
                                        'torch.autocast("cuda", dtype=torch.bfloat16)')
 
 
 def is_half(source: Source, call: ast.Call) -> bool:
-    """Whether an autocast surely computes in float16 on CUDA: named, or CUDA's default."""
+    """Return whether an autocast certainly computes in float16 on CUDA, by name or by default."""
     options = {keyword.arg: keyword.value for keyword in call.keywords}
     if None in options or ("enabled" in options and not (isinstance(options["enabled"], ast.Constant) and options["enabled"].value is True)):
         return False

@@ -1,10 +1,11 @@
-"""forward is called by name.
+"""forward is called directly.
 
 What:
-    `model.forward(x)` in place of `model(x)`.
+    The program calls `model.forward(x)` instead of `model(x)`.
 Why it matters:
-    Hooks do not run. Everything that is built on them is then silently left out: DistributedDataParallel does not average gradients,
-    `torch.compile` of a module does not compile, FSDP does not gather its weights, profilers and flatout itself see no forward pass.
+    Hooks do not run, and everything built on hooks is silently skipped. DistributedDataParallel does not
+    average gradients, `torch.compile` of a module does not compile, and FSDP does not gather its weights.
+    Profilers and flatout see no forward pass.
 How to mend it:
     Call the module: `model(x)`.
 Bad:
@@ -38,7 +39,7 @@ def look(program: Program) -> Iterator[Finding]:
         itself = (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or (isinstance(owner, ast.Call) and source.code(owner.func) == "super")
         if not itself and program.values.is_a(source, owner, "Module"):
             shown = ", ".join(source.code(each) for each in [*call.args, *call.keywords])
-            yield RULE.finding(f"`{source.code(owner)}.forward` leaves out every hook of the module", source.place(call), f"{source.code(owner)}({shown})")
+            yield RULE.finding(f"`{source.code(owner)}.forward` skips every hook of the module", source.place(call), f"{source.code(owner)}({shown})")
 
 
 RULE = Rule("FL306", "forward_called", Severity.FRAGILE, __doc__, look=look)

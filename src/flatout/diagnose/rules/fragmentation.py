@@ -1,11 +1,13 @@
-"""Memory lies in pieces.
+"""Memory is fragmented.
 
 What:
-    The allocator had to give cached blocks back and ask again, or holds far more than it has given out at the peak.
+    The allocator had to free cached blocks and retry, or it reserves far more than the peak needs.
 Why it matters:
-    Each retry frees the whole cache and waits for the device; and the program runs out of memory that is there, in pieces.
+    Each retry frees the whole cache and waits for the device. The program can also run out of memory while
+    enough is free, but in separate pieces.
 How to mend it:
-    PYTORCH_ALLOC_CONF=expandable_segments:True, or flatout tune --levers allocator COMMAND...
+    Set PYTORCH_ALLOC_CONF=expandable_segments:True, or run:
+    flatout tune --levers allocator COMMAND...
 Bad:
     batch = torch.empty(random_length(), device="cuda")
 Good:
@@ -22,7 +24,7 @@ from flatout.diagnose.seen import found, size
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-LOOSE = 0.25  # of what is reserved, unused at the peak
+LOOSE = 0.25  # share of the reserved memory that is unused at the peak
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -31,14 +33,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     unused = (memory.reserved_bytes or 0) - memory.peak_bytes
     if memory.retries:
-        yield found(RULE, f"the allocator had to give its cache back {memory.retries} times", memory.peak_place,
-                    evidence=[f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved were unused at the peak"])
+        yield found(RULE, f"the allocator had to free its cache and retry {memory.retries} times", memory.peak_place,
+                    evidence=[f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved memory was unused at the peak"])
     elif memory.reserved_bytes and unused > LOOSE * memory.reserved_bytes and _scarce(profile):
-        yield found(RULE, f"{size(unused)} of {size(memory.reserved_bytes)} reserved were unused at the peak", memory.peak_place)
+        yield found(RULE, f"{size(unused)} of {size(memory.reserved_bytes)} reserved memory was unused at the peak", memory.peak_place)
 
 
 def _scarce(profile: ProfileRecord) -> bool:
-    """Pieces matter where there is not much left."""
+    """Return whether little memory is left: only then does fragmentation matter."""
     total = profile.ceilings.get("memory_bytes") or next((g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None)
     return bool(total and profile.memory and (profile.memory.reserved_bytes or 0) > 0.7 * total)
 

@@ -1,11 +1,13 @@
-"""A freeze that freezes nothing.
+"""Freezing has no effect.
 
 What:
-    `requires_grad = False` is set on a module, or the attribute's name is misspelled (`require_grad`, `requires_gradient`).
+    `requires_grad = False` is set on a module, or the name of the attribute is misspelled (`require_grad`,
+    `requires_gradient`).
 Why it matters:
-    Python sets a new attribute that nobody reads. The layers that were to stay fixed go on training.
+    Python sets a new attribute that is never read. The layers that should stay fixed keep training.
 How to mend it:
-    `module.requires_grad_(False)` for a whole module; `parameter.requires_grad = False` for one parameter.
+    Use `module.requires_grad_(False)` for a whole module, and `parameter.requires_grad = False` for one
+    parameter.
 Bad:
     import torch
 
@@ -40,10 +42,10 @@ def look(program: Program) -> Iterator[Finding]:
             continue
         owner = source.code(target.value)
         if target.attr in MISSPELLED and not _read(source, target.attr):
-            yield RULE.finding(f"`{target.attr}` is misspelled: the line sets an attribute that nobody reads", source.place(node),
+            yield RULE.finding(f"`{target.attr}` is misspelled: the line sets an attribute that is never read", source.place(node),
                                f"{owner}.requires_grad = {value}")
         elif target.attr == "requires_grad" and _surely_module(program, source, target.value):
-            yield RULE.finding(f"`{owner}` is a module: this sets an attribute that nobody reads, and its parameters stay as they were", source.place(node),
+            yield RULE.finding(f"`{owner}` is a module: this sets an attribute that is never read, and its parameters do not change", source.place(node),
                                f"{owner}.requires_grad_({value})")
 
 
@@ -52,7 +54,7 @@ def _read(source: Source, name: str) -> bool:
 
 
 def _surely_module(program: Program, source: Source, node: ast.AST) -> bool:
-    """Whether everything that an expression may be is a module."""
+    """Return whether every possible value of an expression is a module."""
     origins = program.origins(source, node)
     return bool(origins) and all("Module" in program.values.kinds(origin.source, origin.node) and not origin.part for origin in origins)
 

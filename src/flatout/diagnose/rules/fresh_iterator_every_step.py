@@ -1,12 +1,14 @@
-"""A new iterator for every batch.
+"""Every batch creates a new iterator.
 
 What:
-    `next(iter(loader))` stands in the training loop.
+    `next(iter(loader))` is in the training loop.
 Why it matters:
-    Each call begins a new epoch for one batch: workers are started and stopped again, and everything they fetched ahead is thrown away.
-    Without shuffling it is the first batch every time, and the rest of the data is never seen.
+    Each call starts a new epoch for one batch. The workers are started and stopped each time, and the batches
+    they prefetched are discarded. Without shuffling, every call returns the first batch, and the rest of the
+    data is never used.
 How to mend it:
-    Iterate over the loader, or make the iterator once, before the loop, and again when it is at its end.
+    Iterate over the loader. Or create the iterator once, before the loop, and recreate it when it is
+    exhausted.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -52,7 +54,7 @@ def look(program: Program) -> Iterator[Finding]:
             if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "iter" and inner.args \
                     and program.values.is_a(event.source, inner.args[0], "DataLoader"):
                 loader = event.source.code(inner.args[0])
-                yield RULE.finding(f"`{event.source.code(call)}` begins a new epoch of `{loader}` for every batch", event.place,
+                yield RULE.finding(f"`{event.source.code(call)}` starts a new epoch of `{loader}` for every batch", event.place,
                                    f"batches = iter({loader})  # before the loop\nnext(batches)")
 
 

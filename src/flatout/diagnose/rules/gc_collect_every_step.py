@@ -1,12 +1,13 @@
-"""Python's garbage collector is run in every step.
+"""Every step runs Python's garbage collector.
 
 What:
-    `gc.collect()` stands in the training loop and runs in every step.
+    `gc.collect()` is in the training loop and runs in every step.
 Why it matters:
-    A full collection walks over every object of the program: tens of milliseconds once torch is loaded. Tensors are freed by their
-    reference counts, without it.
+    A full collection visits every object of the program. It takes tens of milliseconds once torch is loaded.
+    Tensors are freed by their reference counts, without the collector.
 How to mend it:
-    Remove it. If memory grows without it, something holds on to tensors in a cycle; once an epoch is then enough.
+    Remove it. If memory then grows, a reference cycle holds tensors. Collecting once per epoch is then
+    enough.
 Bad:
     import gc
 
@@ -48,7 +49,7 @@ from flatout.probe.program import Program
 
 def look(program: Program) -> Iterator[Finding]:
     for event in every_step(program, "gc.collect"):
-        yield RULE.finding("`gc.collect()` walks over every object of the program in every step", event.place, "# remove it, or collect once an epoch")
+        yield RULE.finding("`gc.collect()` visits every object of the program in every step", event.place, "# remove it, or collect once per epoch")
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -56,7 +57,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     timed = without(profile, ms)
     if timed is not None:
         ratio = bound(profile, "gc")
-        yield found(RULE, f"gc.collect() is called {calls:.3g} times a {profile.unit} and takes {of_step(profile, ms)}", places[0] if places else None,
+        yield found(RULE, f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}", places[0] if places else None,
                     predicted=ratio or timed, how=how("gc") if ratio else TIMED, others=places[1:], levers=())
 
 

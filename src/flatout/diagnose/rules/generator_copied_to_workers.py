@@ -1,15 +1,15 @@
-"""A random generator of the data set is copied into every worker.
+"""The data set's random generator is copied to every worker.
 
 What:
-    A data set makes its own generator in `__init__` (`numpy.random.default_rng(0)`, `RandomState`, `random.Random`), draws from it in
-    `__getitem__`, and its loader has workers.
+    A data set creates a generator in `__init__` (`numpy.random.default_rng(0)`, `RandomState`,
+    `random.Random`). It draws from it in `__getitem__`, and its loader has workers.
 Why it matters:
-    Each worker gets a copy of the data set with the generator in the same state: with four workers every augmentation is drawn four
-    times. Unless the workers persist, all of them begin again with the same state in every epoch. PyTorch reseeds the global generators
-    in each worker, never one that is kept in an attribute.
+    Each worker gets a copy of the data set with the generator in the same state. With four workers, every
+    augmentation is drawn four times. Unless the workers persist, all of them restart from the same state in
+    every epoch. PyTorch reseeds the global generators in each worker, but not a generator in an attribute.
 How to mend it:
-    Draw from the global generators (`torch.rand(())`, `numpy.random`), which differ in each worker, or make the generator in the
-    worker, from `torch.initial_seed()`.
+    Draw from the global generators (`torch.rand(())`, `numpy.random`), which differ in each worker. Or create
+    the generator in the worker, seeded with `torch.initial_seed()`.
 Bad:
     import numpy as np
     import torch
@@ -67,12 +67,12 @@ def look(program: Program) -> Iterator[Finding]:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and source.dotted(node.value.func) in GENERATORS:
                 target = node.targets[0]
                 if isinstance(target, ast.Attribute) and target.attr in drawn:
-                    yield RULE.finding(f"`{source.code(target)}` is copied into every worker in the same state: they all draw the same numbers",
+                    yield RULE.finding(f"`{source.code(target)}` is copied to every worker in the same state: all workers draw the same numbers",
                                        source.place(node), "torch.rand(())  # or numpy.random: seeded for each worker by PyTorch")
 
 
 def has_workers(loader: ast.Call) -> bool:
-    """Whether a loader is given workers; a number that is not written out counts as some."""
+    """Return whether a loader has workers; a number that the source does not show counts as yes."""
     workers = next((k.value for k in loader.keywords if k.arg == "num_workers"), loader.args[5] if len(loader.args) > 5 else None)
     return workers is not None and not (isinstance(workers, ast.Constant) and not workers.value)
 

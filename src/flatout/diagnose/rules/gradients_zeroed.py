@@ -1,12 +1,12 @@
-"""Gradients are filled with zeros instead of being dropped.
+"""Gradients are filled with zeros instead of being set to None.
 
 What:
-    zero_grad(set_to_none=False) is called in the steps.
+    The steps call zero_grad(set_to_none=False).
 Why it matters:
-    Every gradient is written once for the zeros and read and written once more as the new one is added to them; dropped, the new one just takes its
-    place. The memory of the gradients is held through the forward pass, too.
+    Every gradient is written once with zeros, then read and written again to add the new gradient. With None,
+    the new gradient is stored directly. Zeroed gradients also keep their memory during the forward pass.
 How to mend it:
-    optimizer.zero_grad(), which drops them since torch 2.0
+    Call optimizer.zero_grad(), which sets gradients to None since torch 2.0.
 Bad:
     optimizer.zero_grad(set_to_none=False)
 Good:
@@ -22,7 +22,7 @@ from flatout.diagnose.seen import TIMED, found, habit, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-EACH = 0.2  # of the steps, at least
+EACH = 0.2  # minimum share of the steps
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -1,11 +1,14 @@
-"""The compiled model falls into pieces.
+"""The compiled model has graph breaks.
 
 What:
-    torch.compile had to stop at a line that it cannot trace, run that line in Python, and begin anew behind it.
+    torch.compile found a line that it cannot trace. It ends the graph there, runs the line in Python, and
+    starts a new graph after it.
 Why it matters:
-    Nothing is fused across a break, each piece is entered from Python, and CUDA graphs cannot cover the whole.
+    Nothing is fused across a break, each graph is entered from Python, and CUDA graphs cannot cover the whole
+    model.
 How to mend it:
-    Take the line out of the forward, or say it in tensors: torch.where in place of an `if` on a value; torch.compile(model, fullgraph=True) names each.
+    Move the line out of the forward pass, or express it with tensor operations: torch.where instead of an
+    `if` on a value. torch.compile(model, fullgraph=True) names each break.
 Bad:
     def forward(self, x):
         if x.mean().item() > 0:
@@ -32,7 +35,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"
-    yield found(RULE, f"the graph breaks {times}; {seen.graphs} graphs were made", seen.places[0] if seen.places else None, evidence=seen.reasons[:4],
+    yield found(RULE, f"the graph breaks {times}; {seen.graphs} graphs were compiled", seen.places[0] if seen.places else None, evidence=seen.reasons[:4],
                 others=seen.places[1:])
 
 

@@ -1,12 +1,13 @@
 """The graph is kept after its only backward pass.
 
 What:
-    `loss.backward(retain_graph=True)` is the only backward pass of the loop, and nothing of the graph is used again.
+    `loss.backward(retain_graph=True)` is the only backward pass of the loop, and the graph is not used again.
 Why it matters:
-    All activations stay in memory until the loss is set anew: the forward pass of the next step needs its memory beside them.
+    All activations stay in memory until the loss is reassigned. The forward pass of the next step needs its
+    memory in addition.
 How to mend it:
-    Leave `retain_graph=True` out. If PyTorch then says "Trying to backward through the graph a second time", something of the last step
-    (a hidden state, a running loss) goes into this one: detach it.
+    Remove `retain_graph=True`. If PyTorch then raises "Trying to backward through the graph a second time",
+    this step uses a tensor of the last one. Find that tensor (a hidden state, a running loss) and detach it.
 Bad:
     import torch
 
@@ -56,7 +57,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def _carried(program: Program, loop: StepLoop) -> bool:
-    """Whether a module's output goes into its next call: then the graph is needed until the state is detached, which is another fault."""
+    """Return whether a module's output feeds its next call: the graph is then needed until it is detached."""
     for event in loop.of("assign"):
         node = event.node
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):

@@ -1,11 +1,14 @@
-"""The process grows, and not by its tensors.
+"""The memory of the process grows, but not through tensors.
 
 What:
-    The memory of the process or of its loader workers grows with every step, beyond chance, while its tensors do not.
+    The memory of the process or its loader workers grows with every step, beyond chance, while its tensors do
+    not grow.
 Why it matters:
-    Lists and dictionaries that a data set or a logger fills end as the kernel's out-of-memory killer, hours later and without a traceback.
+    If a data set or logger keeps adding to lists and dictionaries, the kernel's out-of-memory killer ends the
+    program. That happens hours later, and without a traceback.
 How to mend it:
-    Keep no record of each sample in the data set; hold large tables as one tensor or array, not as Python objects.
+    Keep no per-sample records in the data set. Store large tables as one tensor or array, not as Python
+    objects.
 Bad:
     def __getitem__(self, i):
         self.given.append(i)
@@ -24,7 +27,7 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-LEAST_BYTES = 2**20  # a step; recording the steps takes some hundred KB of each by itself
+LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -1,14 +1,15 @@
-"""The step waits for the device.
+"""Every step waits for the device.
 
 What:
-    In every step a value is fetched from the device: `loss.item()`, `float(loss)`, `.cpu()`, `.numpy()`, `.tolist()`, or a tensor is
-    printed.
+    Every step fetches a value from the device: `loss.item()`, `float(loss)`, `.cpu()`, `.numpy()`,
+    `.tolist()`, or printing a tensor.
 Why it matters:
-    The host queues work ahead of the device. To give a number it must wait until everything queued before is done, and the device then
-    idles until the host has queued more. On small steps that is a large share of the time. (On a CPU it costs nothing.)
+    The host queues work ahead of the device. To read a value, it must wait until all queued work is done. The
+    device then idles until the host has queued more. With small steps, this takes a large share of the time.
+    (On a CPU it costs nothing.)
 How to mend it:
-    Keep a running total on the device (`total += loss.detach()`) and fetch it every hundred steps, or once an epoch. With the lever `early_values` a
-    read after the backward pass waits for the forward pass alone.
+    Keep a running total on the device (`total += loss.detach()`), and fetch it every hundred steps or once
+    per epoch. With the lever `early_values`, a read after the backward pass waits only for the forward pass.
 Bad:
     import torch
 
@@ -65,7 +66,7 @@ def look(program: Program) -> Iterator[Finding]:
     if not program.uses_device:
         return
     for loop in program.step_loops:
-        told = set()  # one word a statement: the first wait is the one that costs
+        told = set()  # one finding per statement: only the first wait costs time
         for event in loop.of("call"):
             tensor = fetched(event)
             statement = id(event.source.statement(event.node))
@@ -73,8 +74,8 @@ def look(program: Program) -> Iterator[Finding]:
                     from_step(program, loop, event.source, tensor):
                 told.add(statement)
                 shown, name = event.source.code(event.node), event.source.code(tensor)
-                mend = f"{name}.detach()  # summed on the device, and fetched every hundred steps"
-                yield RULE.finding(f"`{shown}` waits in every step until the device has done all that was queued", event.place, mend)
+                mend = f"{name}.detach()  # sum on the device, and fetch every hundred steps"
+                yield RULE.finding(f"`{shown}` waits in every step until the device has finished all queued work", event.place, mend)
         yield from _compared(program, loop)
 
 
@@ -83,30 +84,30 @@ def _of_gradient(node: ast.AST) -> bool:
 
 
 def _each_gradient(loop: StepLoop, event: Event, tensor: ast.expr) -> bool:
-    """A value of each parameter's gradient, in a loop inside the step."""
+    """Return whether a call reads a value of each parameter's gradient, in a loop inside the step."""
     return _of_gradient(tensor) and not loop.arms(event)
 
 
 def _compared(program: Program, loop: StepLoop) -> Iterator[Finding]:
-    """`if loss < best:` asks for the value as well."""
+    """Find comparisons such as `if loss < best:`, which also fetch the value."""
     source, top = loop.loop.source, loop.loop.node
     for node in ast.walk(top):
         if not (isinstance(node, ast.If) and source.parent(node) is top and isinstance(node.test, ast.Compare)):
             continue
         if all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)) for op in node.test.ops) and any(
                 from_step(program, loop, source, side) for side in (node.test.left, *node.test.comparators)):
-            yield RULE.finding(f"`if {source.code(node.test)}` waits in every step until the device has done all that was queued", source.place(node),
+            yield RULE.finding(f"`if {source.code(node.test)}` waits in every step until the device has finished all queued work", source.place(node),
                                "torch.minimum(best, loss.detach()), or compare every hundred steps")
 
 
 def fetched(event: Event) -> ast.expr | None:
-    """The tensor whose value a call fetches."""
+    """Return the tensor whose value a call fetches."""
     call = event.node
     if not isinstance(call, ast.Call):
         return None
     if isinstance(call.func, ast.Attribute) and call.func.attr in FETCHES and not call.args and not event.source.dotted(call.func):
         inner = call.func.value
-        # x.detach().cpu().numpy(): one wait, told once, where it happens
+        # x.detach().cpu().numpy() is one wait: report it once, where it happens
         nested = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in FETCHES
         return None if nested else inner
     if isinstance(call.func, ast.Name) and call.func.id in CASTS | {"print"} and len(call.args) >= 1 and not event.source.names.lookup(call.func):
@@ -115,7 +116,7 @@ def fetched(event: Event) -> ast.expr | None:
 
 
 def from_step(program: Program, loop: StepLoop, source: Source, node: ast.AST, depth: int = 0) -> bool:
-    """Whether a value comes from this step's model or loss: from a tensor that the device is still making."""
+    """Return whether a value comes from the model or loss of this step, which the device still computes."""
     if depth > 8:
         return False
     losses = [(event.source, event.subject) for event in loop.of("backward") if event.subject is not None]
@@ -152,7 +153,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not seen or ratio is None:
         return
     first = seen[0]
-    evidence = [f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times a {profile.unit}, {said_ms(c.ms)}" for c in seen[:6] if c.place]
+    evidence = [f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {said_ms(c.ms)}" for c in seen[:6] if c.place]
     yield found(RULE, f"waiting for values takes {of_step(profile, total)}, most of it here", first.place, evidence=evidence, predicted=ratio,
                 how=how("syncs") if what_if else TIMED, others=[c.place for c in seen[1:] if c.place])
 

@@ -1,10 +1,10 @@
-"""A comment that switches off a rule where that rule finds nothing.
+"""An ignore comment hides nothing.
 
 What:
-    A line carries `# flatout: ignore ...`, and either the code is no rule's, or the rule finds nothing there.
+    A line carries `# flatout: ignore ...`, but the code names no rule, or the rule finds nothing there.
 Why it matters:
-    The fault was mended and the comment stayed: it will hide the next one on that line. A misspelled code hides nothing at all, and
-    whoever wrote it believes that it does.
+    The problem was fixed and the comment stayed: it will hide the next problem on that line. A misspelled
+    code hides nothing, although the author expects it to.
 How to mend it:
     Remove the comment, or correct the code. `flatout check --explain all` lists the codes.
 Bad:
@@ -24,5 +24,5 @@ from __future__ import annotations
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Severity
 
-# What it finds is found in diagnose/check.py, once all other rules have looked.
+# diagnose/check.py produces its findings after all other rules have run.
 RULE = Rule("FL349", "ignore_without_effect", Severity.FRAGILE, __doc__, look=lambda program: ())

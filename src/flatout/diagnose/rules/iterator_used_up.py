@@ -1,13 +1,13 @@
-"""An iterator that is empty after the first epoch.
+"""An iterator is exhausted after the first epoch.
 
 What:
-    `batches = iter(loader)` (or `zip`, `map`, `enumerate`, a generator) is made before the loop over epochs, and iterated over inside
-    it.
+    `batches = iter(loader)` (or `zip`, `map`, `enumerate`, a generator) is created before the loop over
+    epochs, and used inside it.
 Why it matters:
-    An iterator runs once. From the second epoch on the inner loop has nothing to do: the program counts its epochs, saves its
-    checkpoints, and trains on the data exactly once.
+    An iterator runs once. From the second epoch on, the inner loop does nothing. The program counts its
+    epochs and saves its checkpoints, but trains on the data only once.
 How to mend it:
-    Iterate over the loader itself, or make the iterator inside the loop over epochs.
+    Iterate over the loader itself, or create the iterator inside the loop over epochs.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -61,8 +61,8 @@ def look(program: Program) -> Iterator[Finding]:
             continue
         made = bindings[0].node
         if all(each is not outer for each in source.parents(made)):
-            yield RULE.finding(f"`{over.id}` is an iterator made once, on line {source.place(made).line}: from the second pass of the outer loop on this "
-                               "loop has nothing to do", source.place(node), f"{source.code(made)}  # inside the outer loop", others=[source.place(made)])
+            yield RULE.finding(f"`{over.id}` is an iterator created once, on line {source.place(made).line}: from the second pass of the outer loop on, "
+                               "this loop does nothing", source.place(node), f"{source.code(made)}  # inside the outer loop", others=[source.place(made)])
 
 
 def _runs_once(source: Source, value: ast.AST | None) -> bool:
@@ -73,7 +73,7 @@ def _runs_once(source: Source, value: ast.AST | None) -> bool:
 
 
 def _leaves(outer: ast.AST, inner: ast.For) -> bool:
-    """Whether the inner loop may stop before its end and go on later, which needs an iterator; or the outer loop ends by itself."""
+    """Return whether the inner loop may stop early and resume (it needs an iterator), or the outer breaks."""
     return any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(inner)) or any(isinstance(node, ast.Break) for node in getattr(outer, "body", []))
 
 

@@ -1,12 +1,12 @@
-"""Every kernel is waited for.
+"""The program waits for every kernel.
 
 What:
     The program sets `CUDA_LAUNCH_BLOCKING=1` in its own environment.
 Why it matters:
-    After every single kernel the host waits for the device. It is meant for finding the line of a device error; left in, it makes
-    training of small models several times slower.
+    The host waits for the device after every kernel. The setting is for finding the line of a device error.
+    Left enabled, it makes training of small models several times slower.
 How to mend it:
-    Remove the line, and set the variable in the shell for the one run that needs it.
+    Remove the line. Set the variable in the shell for a run that needs it.
 Bad:
     import os
 
@@ -39,7 +39,7 @@ def look(program: Program) -> Iterator[Finding]:
             named = source.dotted(node.func) in ("os.environ.setdefault", "os.putenv") and len(node.args) == 2 and _is(node.args[0], VARIABLE)
             value = node.args[1] if named else node
         if named and _is(value, "1") and not source.names.arms(node):
-            yield RULE.finding("every kernel is waited for before the next is launched, in every run of this program", source.place(node),
+            yield RULE.finding("in every run of this program, the host waits for each kernel before it launches the next", source.place(node),
                                f"# remove it; for one run: {VARIABLE}=1 python {program.main.path}")
 
 

@@ -3,9 +3,10 @@
 What:
     The device is idle between its kernels, because the host launches them more slowly than they run.
 Why it matters:
-    A launch costs the host several microseconds. Kernels that are shorter leave the device idle however fast it is.
+    A launch costs the host several microseconds. Shorter kernels leave the device idle, however fast it is.
 How to mend it:
-    flatout tune --levers compile,fused_ops,fused_optimizer COMMAND...; or larger batches.
+    Use larger batches, or run:
+    flatout tune --levers compile,fused_ops,fused_optimizer COMMAND...
 Bad:
     model = Model().cuda()
 Good:
@@ -26,7 +27,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.device == "cpu" or profile.bound != "launch" or not profile.idle_ms:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
-    evidence = [f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps a {profile.unit}" for gap in gaps[:5]]
+    evidence = [f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]]
     place = next((gap.place for gap in gaps if gap.place), None)
     yield found(RULE, f"the device waits for the host for {of_step(profile, profile.idle_ms)}", place, evidence=evidence,
                 predicted=without(profile, profile.idle_ms), how="estimate: the device without its gaps")

@@ -1,12 +1,13 @@
 """Layers are kept in a plain list or dict.
 
 What:
-    A `torch.nn.Module` puts its layers into a Python list or dict, not into `ModuleList`, `ModuleDict` or `Sequential`.
+    A `torch.nn.Module` stores its layers in a Python list or dict, not in a `ModuleList`, `ModuleDict` or
+    `Sequential`.
 Why it matters:
-    Modules in a list are not registered: `parameters()` leaves them out, so that they are never trained; `to(device)` leaves them on
-    the CPU; `state_dict()` does not save them; `eval()` does not reach them.
+    Modules in a list are not registered. `parameters()` omits them, so they are never trained. `to(device)`
+    leaves them on the CPU, `state_dict()` does not save them, and `eval()` does not affect them.
 How to mend it:
-    `torch.nn.ModuleList([...])`, or `torch.nn.ModuleDict({...})`.
+    Use `torch.nn.ModuleList([...])` or `torch.nn.ModuleDict({...})`.
 Bad:
     import torch
 
@@ -57,12 +58,12 @@ def look(program: Program) -> Iterator[Finding]:
                 if statement.value is None or source.klass(statement) is not klass or not isinstance(source.parent(statement), ast.FunctionDef):
                     continue
                 if any(isinstance(target, (ast.Tuple, ast.List)) for target in getattr(statement, "targets", ())):
-                    continue  # self.a, self.b = Linear(...), Linear(...): each is an attribute of its own
+                    continue  # self.a, self.b = Linear(...), Linear(...): two separate attributes
                 filled = isinstance(statement.value, (ast.List, ast.Dict)) and not _entries(statement.value)
                 holds = any(has_parameters(program, source, each) for each in _entries(statement.value)) or (filled and _appended(program, source, klass, name))
                 if holds and not _registered(klass, statement, name):
                     right = "ModuleDict" if isinstance(statement.value, (ast.Dict, ast.DictComp)) else "ModuleList"
-                    yield RULE.finding(f"the layers in `self.{name}` are not registered: they are neither trained nor moved nor saved with the module",
+                    yield RULE.finding(f"the layers in `self.{name}` are not registered: they are not trained, moved or saved with the module",
                                        source.place(statement), f"self.{name} = torch.nn.{right}({source.code(statement.value)})")
 
 
@@ -81,7 +82,7 @@ def _entries(value: ast.AST) -> list[ast.expr]:
 
 
 def has_parameters(program: Program, source: Source, node: ast.AST) -> bool:
-    """Whether an expression makes a module that is trained: a layer of torch's, or a module of the program's own."""
+    """Return whether an expression creates a module with parameters, of torch or of the program."""
     if not isinstance(node, ast.Call):
         return False
     dotted = source.dotted(node.func)
@@ -103,7 +104,7 @@ def _appended(program: Program, source: Source, klass: ast.ClassDef, name: str) 
 
 
 def _registered(klass: ast.ClassDef, statement: ast.AST, name: str) -> bool:
-    """Whether the class hands the list on to something that may register what is in it."""
+    """Return whether the class passes the list to a call that may register its modules."""
     for node in ast.walk(klass):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""

@@ -1,12 +1,12 @@
-"""A layer with parameters is made in forward.
+"""A layer with parameters is created in forward.
 
 What:
-    `forward` makes a layer (`torch.nn.Linear(...)(x)`), or a `torch.nn.Parameter`.
+    `forward` creates a layer (`torch.nn.Linear(...)(x)`) or a `torch.nn.Parameter`.
 Why it matters:
-    It is a new one with new random weights in every step. The optimizer does not know it, it is never trained, and it is made on the
-    CPU.
+    Every step creates a new layer with new random weights, on the CPU. The optimizer does not know it, so it
+    is never trained.
 How to mend it:
-    Make it in `__init__`, use it in `forward`.
+    Create it in `__init__` and use it in `forward`.
 Bad:
     import torch
 
@@ -51,7 +51,7 @@ def look(program: Program) -> Iterator[Finding]:
                 continue
             lazily = any(isinstance(each, ast.If) for each in source.parents(call)) and isinstance(source.parent(call), ast.Assign)
             if not lazily:
-                yield RULE.finding(f"this {last} is made anew in every forward pass: it is random each time and never trained", source.place(call),
+                yield RULE.finding(f"this {last} is created in every forward pass: it is random each time and never trained", source.place(call),
                                    f"self.{last.lower()} = {source.code(call)}  # in __init__")
 
 

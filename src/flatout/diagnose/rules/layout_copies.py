@@ -1,12 +1,14 @@
-"""Tensors are copied only to lie in another order.
+"""Tensors are copied only to change their memory layout.
 
 What:
-    contiguous(), clone() and changes of the memory format take a part of the step: the same numbers, written in another order.
+    contiguous(), clone() and changes of the memory format take part of the step: they write the same numbers
+    in another order.
 Why it matters:
-    A copy reads and writes every byte and computes nothing; in the backward pass it is done again.
+    A copy reads and writes every byte and computes nothing. The backward pass does it again.
 How to mend it:
-    Choose one layout at the beginning (model and images .to(memory_format=torch.channels_last)), and take contiguous() out;
-    or flatout tune --levers channels_last,compile COMMAND...
+    Choose one layout at the start (model and images .to(memory_format=torch.channels_last)), and remove
+    contiguous(). Or run:
+    flatout tune --levers channels_last,compile COMMAND...
 Bad:
     x = x.permute(0, 2, 3, 1).contiguous()
 Good:
@@ -24,30 +26,30 @@ from flatout.plan.profile import Operation, ProfileRecord
 from flatout.plan.records import Ratio
 
 COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
-MUCH = 0.2  # of the operators' time; views, slices and transposed products copy some per cent anyway
+MUCH = 0.2  # of the operators' time; views, slices and transposed products always copy a few per cent
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    # What no line of the user's has asked for is a library's or a compiler's own.
+    # Copies without a line of the user's code belong to a library or a compiler.
     copies = sorted((o for o in profile.operations if o.name in COPYING and o.place), key=lambda o: -o.share)
     share = sum(o.share for o in copies)
     if share < MUCH or not _reordered(copies):
         return
     computing = _computing(profile)
     ratio = 1 / max(1 - share * computing, 0.05)
-    evidence = [f"{o.name}: {o.calls:.3g} calls a {profile.unit}, {100 * o.share:.0f} % of the operators' time" for o in copies]
+    evidence = [f"{o.name}: {o.calls:.3g} calls per {profile.unit}, {100 * o.share:.0f} % of the operators' time" for o in copies]
     yield found(RULE, f"copying takes {100 * share:.0f} % of the operators' time", next((o.place for o in copies if o.place), None), evidence=evidence,
                 predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: the operators without these copies")
 
 
 def _reordered(copies: list[Operation]) -> bool:
-    """Whether half of the copies are clones, as contiguous() makes them: the others fill slices, join tensors or change their type."""
+    """Return whether half of the copies are clones, as from contiguous(); others fill slices or cast."""
     calls = {o.name: o.calls for o in copies}
     return calls.get("aten::clone", 0.0) >= 0.5 * calls.get("aten::copy_", 0.0)
 
 
 def _computing(profile: ProfileRecord) -> float:
-    """The share of the step that is forward and backward: what happens while data is made or logs are written is another rule's."""
+    """Return the share of forward and backward in the step: other rules cover data loading and logging."""
     share = sum(profile.phases[name].share for name in ("forward", "backward") if name in profile.phases)
     return min(1.0, share) if share > 0 else 1.0
 

@@ -1,11 +1,11 @@
 """Memory grows with every step.
 
 What:
-    At the same point of each step more tensors are held than a step before, beyond chance.
+    At the same point of each step, the program holds more tensors than a step before, beyond chance.
 Why it matters:
-    The program needs more memory the longer it trains, until there is no more.
+    The longer the program trains, the more memory it needs, until it runs out.
 How to mend it:
-    Keep sums in place of lists; clear the list at the end of an epoch; give a cache a limit.
+    Keep sums instead of lists. Clear a list at the end of an epoch. Limit the size of a cache.
 Bad:
     outputs.append(logits.detach())
 Good:

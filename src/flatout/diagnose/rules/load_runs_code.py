@@ -1,12 +1,12 @@
-"""A checkpoint may run any code.
+"""A checkpoint can run arbitrary code.
 
 What:
-    `torch.load(..., weights_only=False)`.
+    The program calls `torch.load(..., weights_only=False)`.
 Why it matters:
-    The file is unpickled without limits: whoever wrote it can run anything on this machine, with your rights. Since torch 2.6 the
-    default only loads tensors and plain values.
+    The file is unpickled without restrictions. Its author can run any code on this machine, with your
+    permissions. Since torch 2.6, the default loads only tensors and plain values.
 How to mend it:
-    Save a `state_dict` and load it with the default. Where a class is really needed:
+    Save a `state_dict` and load it with the default. If a class is really needed, allow it:
     `torch.serialization.add_safe_globals([TheClass])`.
 Bad:
     import torch
@@ -35,7 +35,7 @@ def look(program: Program) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
         if is_given(call, "weights_only", False):
             kept = [k for k in call.keywords if k.arg != "weights_only"]
-            yield RULE.finding("whoever wrote this file can run any code on this machine", source.place(call),
+            yield RULE.finding("the author of this file can run any code on this machine", source.place(call),
                                ast.unparse(ast.Call(call.func, call.args, kept)))
 
 

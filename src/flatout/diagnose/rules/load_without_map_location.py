@@ -1,12 +1,14 @@
-"""A checkpoint is loaded to wherever it was saved.
+"""A checkpoint is loaded to the device that saved it.
 
 What:
-    `torch.load(path)` without `map_location`, in a program that runs on a device.
+    A program that runs on a device calls `torch.load(path)` without `map_location`.
 Why it matters:
-    Every tensor goes back to the device it was on. A checkpoint of a GPU does not load on a machine without one; one of `cuda:3` needs
-    four GPUs; and with several processes all of them fill the memory of the first GPU.
+    Every tensor returns to its original device. A checkpoint from a GPU does not load on a machine without
+    one, and one from `cuda:3` needs four GPUs. With several processes, all of them fill the memory of the
+    first GPU.
 How to mend it:
-    `torch.load(path, map_location=device)`, or `map_location="cpu"` followed by `load_state_dict`, which copies to where the model is.
+    Use `torch.load(path, map_location=device)`. Or use `map_location="cpu"`, followed by `load_state_dict`,
+    which copies to the device of the model.
 Bad:
     import torch
 
@@ -38,7 +40,7 @@ def look(program: Program) -> Iterator[Finding]:
     if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
         return
     if any(isinstance(call.func, ast.Attribute) and program.values.is_a(source, call.func.value, "Module") for source, call in program.method_calls("cpu")):
-        return  # it brings its modules to the CPU itself, before it saves them
+        return  # it moves its modules to the CPU before it saves them
     loads = list(program.calls("torch.load"))
     placed = {_file(source, call) for source, call in loads if any(keyword.arg == "map_location" for keyword in call.keywords) or len(call.args) > 1}
     again = _loaded_again(program)
@@ -46,12 +48,12 @@ def look(program: Program) -> Iterator[Finding]:
         if _are_weights(source, call) and len(call.args) == 1 and not any(keyword.arg in ("map_location", None) for keyword in call.keywords) \
                 and _file(source, call) not in placed and id(call) not in again:
             rest = "".join(f", {source.code(keyword)}" for keyword in call.keywords)
-            yield RULE.finding("this checkpoint loads only where the device exists that it was saved from", source.place(call),
+            yield RULE.finding("this checkpoint loads only on a machine that has the device it was saved from", source.place(call),
                                f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})')
 
 
 def _are_weights(source: Source, load: ast.Call) -> bool:
-    """Whether what is loaded goes into a module, or is one: a table of words or an image has no device to come back to."""
+    """Return whether the loaded object goes into a module, or is one; a word table or image has no device."""
     holder = source.parent(load)
     names = {target.id for target in getattr(holder, "targets", []) if isinstance(target, ast.Name)} if isinstance(holder, ast.Assign) else set()
     for call in source.calls:
@@ -65,7 +67,7 @@ def _are_weights(source: Source, load: ast.Call) -> bool:
 
 
 def _file(source: Source, call: ast.Call, place: int = 0) -> str:
-    """The file that a call reads or writes, as code: the path that was opened, where it is given an open file."""
+    """Return the file that a call reads or writes, as code; for an open file, the path that was opened."""
     if len(call.args) <= place:
         return ""
     given = call.args[place]
@@ -76,7 +78,7 @@ def _file(source: Source, call: ast.Call, place: int = 0) -> str:
 
 
 def _loaded_again(program: Program) -> set[int]:
-    """The loads of what the same run has saved before: they come back to the device that they were on."""
+    """Return the loads of files that the same run saved before: the device is the same."""
     saved: set[str] = set()
     found = set()
     for event in program.events:

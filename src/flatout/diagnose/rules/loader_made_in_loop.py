@@ -1,12 +1,13 @@
-"""A DataLoader is made anew in every epoch.
+"""Every epoch creates a new DataLoader.
 
 What:
-    `DataLoader(...)` stands inside the loop over epochs (or over steps), with the same arguments in every pass.
+    `DataLoader(...)` is inside the loop over epochs (or steps), with the same arguments in every pass.
 Why it matters:
-    Its workers are started again in every epoch, and nothing that they have read or imported is kept. `persistent_workers` cannot help,
-    since the loader itself is thrown away.
+    Every epoch restarts the workers, and they lose everything they have read or imported.
+    `persistent_workers` cannot help, since the loader itself is discarded.
 How to mend it:
-    Make it once, before the loop, with `persistent_workers=True`. A shuffling loader shuffles anew in every epoch by itself.
+    Create it once, before the loop, with `persistent_workers=True`. A shuffling loader reshuffles in every
+    epoch by itself.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -63,26 +64,26 @@ def look(program: Program) -> Iterator[Finding]:
             call = event.node
             if event.kind == "call" and isinstance(call, ast.Call) and event.source.dotted(call.func).endswith("data.DataLoader") \
                     and not training_of_its_own(program, loop, event) and not _changes(event):
-                yield RULE.finding("this DataLoader is made anew in every pass of the loop, with the same arguments", event.place,
+                yield RULE.finding("this DataLoader is recreated in every pass of the loop, with the same arguments", event.place,
                                    f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
 
 
 def training_of_its_own(program: Program, loop: StepLoop, event: Event) -> bool:
-    """Whether the loop around an event makes an optimizer in each pass: then a pass is a training of its own (a fold, a setting)."""
+    """Return whether each pass of the loop creates an optimizer: a separate training (a fold, a setting)."""
     around = event.loops[-1]
     return any(each.kind == "call" and around in each.loops and isinstance(each.node, ast.Call) and ".optim." in each.source.dotted(each.node.func)
                for each in [*loop.around, *loop.events])
 
 
 def _changes(event: Event) -> bool:
-    """Whether an argument is made from something that the loop sets, directly or in the functions on the way."""
+    """Return whether an argument depends on a name that the loop sets, directly or through functions."""
     call = event.node
     names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
     if any(isinstance(node, ast.Call) and node is not call for node in ast.walk(call)):
         return True
     scope = event.loops[-1].node
     if not any(each is scope for each in event.source.parents(call)):
-        return True  # made in a function that is called in the loop: its arguments may be new ones each time
+        return True  # created in a function that the loop calls: its arguments may change
     bound = {target.id for node in ast.walk(scope) for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)}
     return bool(names & bound)
 
@@ -91,8 +92,8 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if cause(profile, loader) is not Cause.REMADE:
             continue
-        said = f"this line has made {loader.made} loaders for {loader.batches or profile.steps} batches"
-        evidence = [f"beginning one takes {loader.start_ms:.0f} ms until its first batch", f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
+        said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
+        evidence = [f"the first batch of each takes {loader.start_ms:.0f} ms", f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         yield found(RULE, said, loader.place, evidence=evidence, predicted=worth(profile, loader), how=how_known(profile))
 
 

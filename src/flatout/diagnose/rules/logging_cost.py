@@ -1,11 +1,13 @@
 """Printing, logging or saving takes part of the step.
 
 What:
-    The program prints, writes a log or saves a checkpoint in every step or nearly so. The gain is measured: the same steps without.
+    The program prints, writes a log or saves a checkpoint in every step or nearly every step. The gain is
+    measured: the same steps run without it.
 Why it matters:
-    Writing waits for a terminal or a disk; spelling a tensor out waits for its value; a checkpoint copies every parameter.
+    Writing waits for a terminal or a disk. Formatting a tensor waits for its value. A checkpoint copies every
+    parameter.
 How to mend it:
-    if step % 100 == 0: around it.
+    Put it behind a condition such as if step % 100 == 0:
 Bad:
     for step, batch in enumerate(loader):
         print(step, train(batch))
@@ -27,17 +29,17 @@ from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    printed = [(c.ms, f"print, {c.calls:.3g} times a {profile.unit}", c.place) for c in crossings(profile, "print")]
+    printed = [(c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place) for c in crossings(profile, "print")]
     for name in ("save", "write", "flush"):
         calls, ms, places = habit(profile, name)
-        printed += [(ms, f"{name}, {calls:.3g} times a {profile.unit}", place) for place in places[:1]]
+        printed += [(ms, f"{name}, {calls:.3g} times per {profile.unit}", place) for place in places[:1]]
     seen = sorted((entry for entry in printed if entry[2] is not None), key=lambda entry: -entry[0])
     total = sum(ms for ms, _, _ in seen)
     what_if = bound(profile, "logging")
     ratio = what_if or (None if measured(profile, "logging") else without(profile, total))
     if not seen or ratio is None or without(profile, total) is None:
         return
-    yield found(RULE, f"{seen[0][1].split(',')[0]} and its like take {of_step(profile, total)}", seen[0][2],
+    yield found(RULE, f"{seen[0][1].split(',')[0]} and similar calls take {of_step(profile, total)}", seen[0][2],
                 evidence=[f"{place.sentence()}: {what}, {said_ms(ms)}" for ms, what, place in seen[:4] if place], predicted=ratio,
                 how=how("logging") if what_if else TIMED, others=[p for _, _, p in seen[1:] if p])
 

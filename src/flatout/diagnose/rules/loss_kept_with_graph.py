@@ -1,13 +1,13 @@
 """A running total keeps the graph of every step.
 
 What:
-    `total += loss` or `losses.append(loss)` in the training loop, where `total` and `losses` outlive the step and `loss` is a tensor
-    with its graph.
+    The training loop has `total += loss` or `losses.append(loss)`. `total` and `losses` outlive the step, and
+    `loss` is a tensor with its graph.
 Why it matters:
-    A total of tensors is itself the end of a graph, which refers to the graphs of all steps so far. Memory grows with every step,
-    slowly enough to run out only after hours.
+    A total of tensors is part of a graph that references the graphs of all previous steps. Memory grows with
+    every step, often so slowly that it runs out only after hours.
 How to mend it:
-    `total += loss.detach()` (stays on the device, no wait), or `loss.item()`.
+    Use `total += loss.detach()`, which stays on the device and does not wait, or `loss.item()`.
 Bad:
     import torch
 
@@ -68,7 +68,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def _held(event: Event) -> tuple[ast.expr, ast.expr] | None:
-    """What keeps, and what is kept: ``total += loss``, ``total = total + loss``, ``losses.append(loss)``."""
+    """Return container and kept value: ``total += loss``, ``total = total + loss``, ``kept.append(loss)``."""
     node = event.node
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         return node.target, node.value
@@ -81,7 +81,7 @@ def _held(event: Event) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _graph(program: Program, loop: StepLoop, event: Event, kept: ast.expr) -> str | None:
-    """The name of the loss inside what is kept, where it still has its graph: on its own, or scaled by numbers."""
+    """Return the name of the loss in the kept value if it still has its graph, alone or scaled by numbers."""
     if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
         return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
     if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(kept, (ast.Name, ast.Attribute)):
@@ -97,7 +97,7 @@ def _graph(program: Program, loop: StepLoop, event: Event, kept: ast.expr) -> st
 
 
 def _detached(event: Event, kept: ast.expr) -> bool:
-    """Whether the name was given a value without a graph before it is kept: ``loss = loss.item()``."""
+    """Return whether the name gets a value without a graph before it is kept: ``loss = loss.item()``."""
     bindings: list[Binding] = event.source.names.reaching(kept) if isinstance(kept, ast.Name) else []
     return any(isinstance(b.value, ast.Call) and isinstance(b.value.func, (ast.Attribute, ast.Name)) and
                (getattr(b.value.func, "attr", "") in ("item", "detach", "cpu", "numpy") or getattr(b.value.func, "id", "") == "float")
@@ -105,13 +105,13 @@ def _detached(event: Event, kept: ast.expr) -> bool:
 
 
 def _backward(loop: StepLoop, keeper: ast.expr) -> bool:
-    """Whether what keeps is itself used for a backward pass."""
+    """Return whether the container is itself used for a backward pass."""
     return any(event.subject is not None and any(ast.unparse(node) == ast.unparse(keeper) for node in ast.walk(event.subject) if isinstance(node, ast.expr))
                for event in loop.of("backward"))
 
 
 def _outlives(loop: StepLoop, event: Event, keeper: ast.expr) -> bool:
-    """Whether what keeps is made outside of the loop: nothing in a pass sets it anew."""
+    """Return whether the container is created outside the loop: nothing in a pass resets it."""
     for each in loop.events:
         if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
             for target in each.node.targets:
@@ -121,7 +121,7 @@ def _outlives(loop: StepLoop, event: Event, keeper: ast.expr) -> bool:
     function = event.source.function(event.node)
     around = list(event.source.parents(event.node))
     in_a_loop = any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)]) if function in around else True
-    return in_a_loop or not isinstance(keeper, ast.Name)  # else it is a local of a function that is called for each step
+    return in_a_loop or not isinstance(keeper, ast.Name)  # otherwise it is local to a function called in each step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

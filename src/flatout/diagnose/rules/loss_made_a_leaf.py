@@ -1,13 +1,15 @@
-"""A loss that was cut off from the model and told to require a gradient.
+"""The loss is cut off from the model and set to require a gradient.
 
 What:
-    `backward()` is called on a tensor that was made anew: `torch.tensor(loss, requires_grad=True)`, `Variable(loss.data,
-    requires_grad=True)`, `loss.detach().requires_grad_()`, or `loss.requires_grad = True`.
+    `backward()` is called on a newly created tensor: `torch.tensor(loss, requires_grad=True)`,
+    `Variable(loss.data, requires_grad=True)`, `loss.detach().requires_grad_()`, or
+    `loss.requires_grad = True`.
 Why it matters:
-    This silences "element 0 of tensors does not require grad", and nothing else: the gradient ends at the new tensor, no parameter gets
-    one, and the optimizer changes nothing (or only decays the weights).
+    This only silences "element 0 of tensors does not require grad". The gradient ends at the new tensor, and
+    no parameter gets a gradient. The optimizer changes nothing (or only applies weight decay).
 How to mend it:
-    Find where the loss left the graph: `.item()`, `.detach()`, `.data`, NumPy, `argmax`, or `torch.no_grad()` around the forward pass.
+    Find where the loss left the graph: `.item()`, `.detach()`, `.data`, NumPy, `argmax`, or `torch.no_grad()`
+    around the forward pass.
 Bad:
     import torch
 
@@ -55,8 +57,8 @@ def look(program: Program) -> Iterator[Finding]:
             leaf = bool(origins) and all(_is_leaf(origin.source, origin.node) for origin in origins)
             if leaf or _told(event):
                 name = event.source.code(event.subject)
-                yield RULE.finding(f"`{name}` was cut off from the model and made to require a gradient: no parameter gets one from this", event.place,
-                                   f"# give backward() the loss itself, without item(), detach() or data on its way to `{name}`",
+                yield RULE.finding(f"`{name}` is cut off from the model and set to require a gradient: no parameter gets a gradient", event.place,
+                                   f"# call backward() on the loss itself, without item(), detach() or data on the way to `{name}`",
                                    others=[origin.source.place(origin.node) for origin in origins if leaf][:1])
 
 
@@ -69,7 +71,7 @@ def _is_leaf(source: Source, node: ast.AST) -> bool:
 
 
 def _told(backward: Event) -> bool:
-    """``loss.requires_grad = True`` in the function that calls backward."""
+    """Return whether the function that calls backward sets ``loss.requires_grad = True``."""
     subject = ast.unparse(backward.subject) if backward.subject is not None else ""
     home = backward.frames[-1] if backward.frames else backward.source.tree
     return any(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is True

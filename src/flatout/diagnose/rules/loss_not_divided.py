@@ -1,13 +1,14 @@
 """An accumulated loss is not divided by the number of batches.
 
 What:
-    Gradients of several batches are added up before the optimizer steps, and the loss (a mean over its batch) is not divided by how
-    many there are.
+    The gradients of several batches are accumulated before the optimizer steps. The loss (a mean over its
+    batch) is not divided by the number of batches.
 Why it matters:
-    The sum of n means is n times the mean over the larger batch. With SGD that is an n times larger learning rate; with Adam, clipping
-    and weight decay act at another ratio than intended. Changing n then silently changes the training.
+    The sum of n means is n times the mean over the larger batch. With SGD, the learning rate is effectively n
+    times larger. With Adam, clipping and weight decay act at a different ratio than intended. Changing n then
+    silently changes the training.
 How to mend it:
-    `loss = loss / n` before `backward()`, with the n of the window.
+    Use `loss = loss / n` before `backward()`, where n is the number of accumulated batches.
 Bad:
     import torch
 
@@ -48,7 +49,7 @@ from flatout.probe.script import Source
 
 
 def look(program: Program) -> Iterator[Finding]:
-    if program.mentions("accumulate", "Accelerator", "Fabric", "div_", "mul_"):  # they may divide where it is not seen
+    if program.mentions("accumulate", "Accelerator", "Fabric", "div_", "mul_"):  # they may divide out of sight
         return
     if any(node.arg == "reduction" and isinstance(node.value, ast.Constant) and node.value.value == "sum"
            for _, node in program.nodes(ast.keyword) if isinstance(node, ast.keyword)):
@@ -64,12 +65,12 @@ def look(program: Program) -> Iterator[Finding]:
         if not scaled_down(source, loss):
             by = _count(gate)
             name = source.code(loss)
-            yield RULE.finding(f"the gradients of several batches are added up until line {gate.lineno}, and `{name}` is not divided by their number",
+            yield RULE.finding(f"the gradients of several batches are accumulated until line {gate.lineno}, but `{name}` is not divided by their number",
                                passes[0].place, f"({name} / {by}).backward()", others=[steps[0].place])
 
 
 def scaled_down(source: Source, loss: ast.AST, depth: int = 0) -> bool:
-    """Whether a loss is divided or multiplied anywhere on its way, or comes from where that cannot be seen."""
+    """Return whether a loss is divided or multiplied on its way, or its origin is not visible."""
     if any(isinstance(node, (ast.Div, ast.Mult, ast.FloorDiv)) for node in ast.walk(loss)) or depth > 6:
         return True
     names = [node for node in ast.walk(loss) if isinstance(node, ast.Name)]

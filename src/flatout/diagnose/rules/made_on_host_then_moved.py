@@ -1,12 +1,13 @@
-"""A tensor is made on the CPU and then moved.
+"""A tensor is created on the CPU and then moved.
 
 What:
-    `torch.zeros(...).to(device)`, `torch.randn(...).cuda()` and the like, in the training loop or in `forward`.
+    `torch.zeros(...).to(device)`, `torch.randn(...).cuda()` or similar is in the training loop or in
+    `forward`.
 Why it matters:
-    The host fills the tensor, and copies it over the bus from pageable memory, which makes it wait. The device would have made it
-    itself, in microseconds and without a wait.
+    The host fills the tensor, then waits while it is copied over the bus from pageable memory. The device can
+    create the tensor itself in microseconds, without a wait.
 How to mend it:
-    `torch.zeros(..., device=device)`.
+    Use `torch.zeros(..., device=device)`.
 Bad:
     import torch
 
@@ -55,12 +56,12 @@ def look(program: Program) -> Iterator[Finding]:
             continue
         where = _device(source, call)
         if where and not any(keyword.arg in ("device", None) for keyword in made.keywords):
-            yield RULE.finding(f"`{source.code(made)}` is made on the CPU in every step and then copied", source.place(call),
+            yield RULE.finding(f"`{source.code(made)}` is created on the CPU in every step and then copied", source.place(call),
                                f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})")
 
 
 def _often(program: Program) -> Iterator[tuple[Source, ast.Call]]:
-    """The calls of every step: in loops that train, and in forward."""
+    """Yield the calls of every step: in training loops and in forward."""
     for loop in program.step_loops:
         for event in loop.events:
             if isinstance(event.node, ast.Call):
@@ -72,7 +73,7 @@ def _often(program: Program) -> Iterator[tuple[Source, ast.Call]]:
 
 
 def _device(source: Source, call: ast.Call) -> str:
-    """The device as code, where the call names one and nothing else."""
+    """Return the device as code if the call names only a device."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return source.code(call.args[0]) if call.args else '"cuda"'
     given = call.args[0] if len(call.args) == 1 else next((k.value for k in call.keywords if k.arg == "device"), None)

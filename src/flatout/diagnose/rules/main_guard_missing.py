@@ -1,12 +1,14 @@
-"""Loader workers in a script without a main guard.
+"""A script with loader workers lacks a main guard.
 
 What:
-    A loader with workers is iterated over at the top level of the script, which has no `if __name__ == "__main__":`.
+    The top level of the script iterates over a loader with workers, and the script has no
+    `if __name__ == "__main__":`.
 Why it matters:
-    Where processes are not forked, each worker imports the script again, and would begin the training again: Python stops it with a
-    RuntimeError. That is so on macOS and Windows, and since Python 3.14 on Linux, too, where `forkserver` is now the default.
+    Without fork, each worker imports the script again, and would start the training again. Python stops it
+    with a RuntimeError. This affects macOS, Windows and, since Python 3.14, Linux, where `forkserver` is now
+    the default.
 How to mend it:
-    Put the program into a function, and call it below `if __name__ == "__main__":`.
+    Move the program into a function, and call it below `if __name__ == "__main__":`.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -26,7 +28,8 @@ Good:
     if __name__ == "__main__":
         main()
 Sources:
-    https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods; https://docs.python.org/3/whatsnew/3.14.html
+    https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods;
+    https://docs.python.org/3/whatsnew/3.14.html
 """
 
 from __future__ import annotations
@@ -46,11 +49,11 @@ def look(program: Program) -> Iterator[Finding]:
     if main.cells or any(isinstance(node, ast.Name) and node.id == "__name__" for node in main.nodes):
         return
     begun = {id(loop.node): loop for event in program.events if event.root is main.tree for loop in event.loops}
-    for loop in begun.values():  # reached from the top level, wherever it is written
+    for loop in begun.values():  # reached from the top level, in any function or file
         over = loops_over(loop.node)
         for origin in program.origins(loop.source, over) if over is not None else ():
             if origin.dotted.endswith("data.DataLoader") and isinstance(origin.node, ast.Call) and has_workers(origin.node):
-                yield RULE.finding("this loader has workers, and the script has no main guard: where processes are not forked (macOS, Windows, Python 3.14) "
+                yield RULE.finding("this loader has workers, but the script has no main guard: without fork (macOS, Windows, Python 3.14), "
                                    "it does not start", origin.source.place(origin.node), 'if __name__ == "__main__":\n    main()',
                                    others=[loop.source.place(loop.node)])
                 return

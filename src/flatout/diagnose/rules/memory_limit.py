@@ -1,12 +1,14 @@
-"""The peak is close to what the device has.
+"""The peak is close to the memory limit of the device.
 
 What:
-    The step's peak takes more than nine tenths of the device's memory. What fills the peak says which way out is cheapest.
+    The peak of the step exceeds nine tenths of the device's memory. The cheapest solution depends on what
+    fills the peak.
 Why it matters:
     A longer sequence, another process on the device or a little fragmentation ends the program.
 How to mend it:
-    Where activations fill it: autocast, smaller micro-batches, activation checkpointing. Where the optimizer's state does: a fused or 8-bit optimizer,
-    sharding. flatout tune --levers autocast,allocator COMMAND...
+    If activations fill it: autocast, smaller micro-batches, or activation checkpointing. If the optimizer
+    state fills it: a fused or 8-bit optimizer, or sharding. Or run:
+    flatout tune --levers autocast,allocator COMMAND...
 Bad:
     loader = DataLoader(data, batch_size=512)
 Good:
@@ -23,7 +25,7 @@ from flatout.diagnose.seen import found, size
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-CLOSE = 0.9  # PyTorch's own TensorBoard plugin used the same
+CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -1,12 +1,12 @@
-"""The model is moved to the device in every step.
+"""Every step moves the model to the device.
 
 What:
-    `model.to(device)` or `model.cuda()` stands in the loop over batches.
+    `model.to(device)` or `model.cuda()` is in the loop over batches.
 Why it matters:
-    It does nothing after the first time, but walks over every parameter and buffer in Python to find that out: milliseconds for a large
-    model, in which the device waits.
+    After the first call it has no effect, but it visits every parameter and buffer in Python. For a large
+    model, this takes milliseconds, while the device waits.
 How to mend it:
-    Once, before the optimizer is made.
+    Move the model once, before creating the optimizer.
 Bad:
     import torch
 
@@ -49,8 +49,8 @@ def look(program: Program) -> Iterator[Finding]:
             origins = program.origins(event.source, model)
             if "Module" in program.values.kinds(event.source, model) and "Loss" not in program.values.kinds(event.source, model) \
                     and origins and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in origins):
-                yield RULE.finding(f"`{event.source.code(call)}` walks over every parameter in every step, to find that nothing is to be done", event.place,
-                                   f"{event.source.code(call)}  # once, before the optimizer is made")
+                yield RULE.finding(f"`{event.source.code(call)}` visits every parameter in every step and has no effect after the first", event.place,
+                                   f"{event.source.code(call)}  # once, before creating the optimizer")
 
 
 RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, look=look)

@@ -1,13 +1,14 @@
-"""Every step asks whether the loss is a number.
+"""Every step checks whether the loss is finite.
 
 What:
-    `if torch.isnan(loss)` (or `isfinite`, `isinf`, `loss != loss`) stands in the loop that trains and runs in every step.
+    `if torch.isnan(loss)` (or `isfinite`, `isinf`, `loss != loss`) is in the training loop and runs in every
+    step.
 Why it matters:
-    An `if` needs the answer in Python, so the host waits for the device in every step, exactly as `.item()` does. (On a CPU it costs
-    nothing.)
+    An `if` needs the result in Python, so the host waits for the device in every step, exactly as with
+    `.item()`. (On a CPU it costs nothing.)
 How to mend it:
-    Look every hundred steps, or let the device decide: a GradScaler skips such steps by itself, and `torch.where` needs no answer in
-    Python.
+    Check every hundred steps, or let the device decide. A GradScaler skips such steps automatically, and
+    `torch.where` needs no result in Python.
 Bad:
     import torch
 
@@ -66,7 +67,7 @@ def look(program: Program) -> Iterator[Finding]:
             test = next((each for each in event.source.parents(call) if isinstance(each, (ast.If, ast.While, ast.Assert, ast.IfExp))), None)
             asked = test is not None and any(each is call for each in ast.walk(test.test)) and not any(isinstance(n, ast.And) for n in ast.walk(test.test))
             if asked and from_step(program, loop, event.source, tensor):
-                yield RULE.finding(f"`{event.source.code(call)}` decides an if in every step: the host waits for the device each time", event.place,
+                yield RULE.finding(f"`{event.source.code(call)}` is a condition in every step: the host waits for the device each time", event.place,
                                    f"if step % 100 == 0 and {event.source.code(call)}:")
 
 

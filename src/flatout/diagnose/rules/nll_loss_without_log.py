@@ -1,12 +1,13 @@
-"""NLLLoss gets something that is no log-probability.
+"""NLLLoss receives values that are not log-probabilities.
 
 What:
-    `nll_loss` (or `NLLLoss`) is given the output of a linear layer or of a softmax, not that of `log_softmax`.
+    `nll_loss` (or `NLLLoss`) receives the output of a linear layer or of a softmax, not of `log_softmax`.
 Why it matters:
-    It only picks the entry of the right class and negates it. On logits it can fall without end (the model learns to make every number
-    large); on probabilities its gradient vanishes exactly where the model is most wrong.
+    The loss only picks the entry of the target class and negates it. With logits, it can fall without limit,
+    because the model learns to output ever larger numbers. With probabilities, its gradient vanishes exactly
+    where the model is most wrong.
 How to mend it:
-    `F.log_softmax(output, dim=1)` before it, or `cross_entropy` in its place.
+    Apply `F.log_softmax(output, dim=1)` first, or use `cross_entropy` instead.
 Bad:
     import torch
     import torch.nn.functional as F
@@ -40,9 +41,10 @@ def look(program: Program) -> Iterator[Finding]:
     for source, call, name in losses(program, WANTED):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made <= WRONG:
-            yield RULE.finding(f"{name} wants log-probabilities, and `{source.code(call.args[0])}` comes from {' or '.join(sorted(made))}", source.place(call),
+            yield RULE.finding(f"{name} expects log-probabilities, but `{source.code(call.args[0])}` comes from {' or '.join(sorted(made))}",
+                               source.place(call),
                                f"torch.nn.functional.cross_entropy({', '.join(source.code(a) for a in call.args)})"
-                               if "softmax" not in made else "# log_softmax in place of softmax in the model's forward")
+                               if "softmax" not in made else "# use log_softmax instead of softmax in the model's forward")
 
 
 RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, look=look)

@@ -1,12 +1,12 @@
-"""A copy that is meant to run aside, from memory that cannot.
+"""A non-blocking copy reads from memory that is not pinned.
 
 What:
-    Batches are moved with `non_blocking=True`, and their loader has no `pin_memory=True`.
+    Batches are moved with `non_blocking=True`, but their loader has no `pin_memory=True`.
 Why it matters:
-    From pageable memory the driver must first copy to a pinned buffer of its own, and the host waits for that: `non_blocking=True`
-    changes next to nothing.
+    From pageable memory, the driver must first copy to its own pinned buffer, and the host waits for that.
+    `non_blocking=True` then has almost no effect.
 How to mend it:
-    `DataLoader(..., pin_memory=True)`.
+    Set `DataLoader(..., pin_memory=True)`.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -46,13 +46,13 @@ from flatout.probe.values import is_given
 
 
 def look(program: Program) -> Iterator[Finding]:
-    pinned_elsewhere = program.mentions("pin_memory")  # a collate function may do it
+    pinned_elsewhere = program.mentions("pin_memory")  # a collate function may pin
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
         if pinned_elsewhere and "collate_fn" in _options(loader.node):
             continue
         if is_given(event.node, "non_blocking", True) and pins(loader) is False:
-            yield RULE.finding("`non_blocking=True` brings nothing here: the batch comes from a loader that does not pin its memory", event.place,
+            yield RULE.finding("`non_blocking=True` has no effect here: the batch comes from a loader without pinned memory", event.place,
                                f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)", others=[loader.source.place(loader.node)])
 
 

@@ -1,12 +1,14 @@
-"""The loss is not a number.
+"""The loss is NaN or infinite.
 
 What:
-    Losses of the steps that were seen are NaN or infinite.
+    The loss is NaN or infinite in some of the recorded steps.
 Why it matters:
-    The first of them reaches every weight in the next step; from there on nothing is learnt, at full speed.
+    The first such loss reaches every weight in the next step. From then on, training continues at full speed
+    but learns nothing.
 How to mend it:
-    Look at the first one: torch.autograd.set_detect_anomaly(True) for a few steps names the operator. A logarithm or a root of what becomes
-    negative wants softplus or clamp; a learning rate that is too large wants to be smaller.
+    Look at the first one: torch.autograd.set_detect_anomaly(True) for a few steps names the operator. A
+    logarithm or root of a value that becomes negative needs softplus or clamp. If the learning rate is too
+    large, reduce it.
 Bad:
     loss = torch.log(prediction).mean()
 Good:

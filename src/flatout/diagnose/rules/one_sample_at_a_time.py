@@ -1,12 +1,12 @@
-"""The model is run on a batch one sample at a time.
+"""The model runs on a batch one sample at a time.
 
 What:
-    In the training loop, a `for` goes over the samples of a batch and calls the model on each.
+    In the training loop, a `for` iterates over the samples of a batch and calls the model on each.
 Why it matters:
-    A call on one sample costs nearly as much as one on many: the same kernels are launched, the same Python runs, and the device is
-    mostly idle. A batch of 64 takes up to 64 times as long.
+    A call on one sample costs almost as much as a call on many. It launches the same kernels and runs the
+    same Python code, and the device is mostly idle. A batch of 64 takes up to 64 times as long.
 How to mend it:
-    Call the model once on the whole batch. Where samples differ in length, pad them; where a gradient of each is wanted, take
+    Call the model once on the whole batch. Pad samples of different lengths. For per-sample gradients, use
     `torch.func.vmap`.
 Bad:
     import torch
@@ -57,12 +57,12 @@ def look(program: Program) -> Iterator[Finding]:
             batch = _batch(event)
             if "Module" in kinds and "Loss" not in kinds and batch is not None and _from_loader(program, loop, event, batch):
                 shown = event.source.code(call.func)
-                yield RULE.finding(f"`{shown}` is called on one sample of `{event.source.code(batch)}` after the other", event.place,
+                yield RULE.finding(f"`{shown}` is called on the samples of `{event.source.code(batch)}` one at a time", event.place,
                                    f"{shown}({event.source.code(batch)})  # once, for the whole batch", others=[event.source.place(event.loops[-1].node)])
 
 
 def _batch(event: Event) -> ast.expr | None:
-    """``x`` where the call takes ``x[i]``, or ``x[i].unsqueeze(0)``, and its innermost loop counts ``i`` over the length of x."""
+    """Return ``x`` of a call on ``x[i]`` or ``x[i].unsqueeze(0)`` whose innermost loop runs ``i`` over x."""
     around = event.loops[-1].node
     given = event.node.args[0] if isinstance(event.node, ast.Call) else None
     if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr in ("unsqueeze", "view", "reshape"):
@@ -74,7 +74,7 @@ def _batch(event: Event) -> ast.expr | None:
 
 
 def _from_loader(program: Program, loop: StepLoop, event: Event, batch: ast.expr) -> bool:
-    """Whether a value is what the loop that trains gets from its loader, in which the first dimension counts samples."""
+    """Return whether a value is a batch of the training loader: its first dimension counts samples."""
     return "Tensor" in program.values.kinds(event.source, batch) and any(origin.node is loop.loop.node for origin in program.origins(event.source, batch))
 
 

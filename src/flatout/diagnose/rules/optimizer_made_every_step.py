@@ -1,12 +1,13 @@
-"""A new optimizer in every step.
+"""Every step creates a new optimizer.
 
 What:
-    `torch.optim...(model.parameters())` stands inside the loop over batches.
+    `torch.optim...(model.parameters())` is inside the loop over batches.
 Why it matters:
-    Momentum, the averages of Adam and its bias correction live in the optimizer. A new one begins with none: Adam's every step is its
-    first (the sign of the gradient, at full learning rate), and a scheduler has nothing to hold on to.
+    The optimizer holds the momentum, the averages of Adam and its bias correction. A new optimizer starts
+    without them. Every step of Adam is then a first step (the sign of the gradient, at the full learning
+    rate), and a scheduler has no effect.
 How to mend it:
-    Make it once, before the loop.
+    Create it once, before the loop.
 Bad:
     import torch
 
@@ -54,7 +55,7 @@ def look(program: Program) -> Iterator[Finding]:
             inside = {id(each.node) for each in loop.events}
             models = program.origins(event.source, parameters.func.value)
             if models and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in models):
-                yield RULE.finding("this optimizer is made anew in every step: it forgets its momentum and its averages", event.place,
+                yield RULE.finding("this optimizer is recreated in every step: it loses its momentum and averages", event.place,
                                    f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
 
 
@@ -62,7 +63,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = habit(profile, "make_optimizer")
     made = times_at_one_place(profile, "make_optimizer")
     if places and made >= OFTEN:
-        yield found(RULE, f"this line has made {made} optimizers", places[0])
+        yield found(RULE, f"this line has created {made} optimizers", places[0])
 
 
 RULE = Rule("FL027", "optimizer_made_every_step", Severity.WRONG, __doc__, look=look, judge=judge)

@@ -1,12 +1,13 @@
-"""The optimizer was made before the model got its parameters.
+"""The optimizer is created before the model gets its parameters.
 
 What:
-    After `optimizer = Adam(model.parameters())` the name `model` gets another module, or one of its layers is replaced.
+    After `optimizer = Adam(model.parameters())`, the name `model` gets another module, or one of its layers
+    is replaced.
 Why it matters:
-    The optimizer holds the parameters that it was given. It goes on changing the old ones; the new ones get gradients and are never
-    moved. The replaced head of a fine-tuned network stays random.
+    The optimizer keeps the parameters it was given and continues to update the old ones. The new parameters
+    get gradients but are never updated. The replaced head of a fine-tuned network stays random.
 How to mend it:
-    Make the optimizer last. (`model.to(device)` in between is fine: it changes the parameters in place.)
+    Create the optimizer last. (`model.to(device)` in between is fine: it changes the parameters in place.)
 Bad:
     import torch
 
@@ -53,14 +54,14 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def _whose(parameters: ast.AST) -> ast.Name | None:
-    """``model`` of ``model.parameters()``."""
+    """Return ``model`` of ``model.parameters()``."""
     if isinstance(parameters, ast.Call) and isinstance(parameters.func, ast.Attribute) and parameters.func.attr == "parameters" and not parameters.args:
         return parameters.func.value if isinstance(parameters.func.value, ast.Name) else None
     return None
 
 
 def _replaced(program: Program, source: Source, optimizer: ast.Call, model: ast.Name) -> Iterator[Finding]:
-    """Later statements of the same block that give the model other parameters, with no optimizer made after them."""
+    """Find later statements of the block that replace parameters, with no optimizer created after them."""
     statement = source.statement(optimizer)
     block = next((body for name in ("body", "orelse") if isinstance(body := getattr(source.parent(statement), name, None), list) and statement in body), None) \
         if statement is not None else None
@@ -71,13 +72,13 @@ def _replaced(program: Program, source: Source, optimizer: ast.Call, model: ast.
         return
     for later in rest:
         if isinstance(later, ast.Assign) and _gives_new_parameters(program, source, later, model):
-            yield RULE.finding(f"`{source.code(later.targets[0])}` gets new parameters here, which the optimizer of line {optimizer.lineno} does not have: "
+            yield RULE.finding(f"`{source.code(later.targets[0])}` gets new parameters here, which the optimizer on line {optimizer.lineno} does not have: "
                                "they are never trained", source.place(later), f"{source.code(statement)}  # after this line", others=[source.place(optimizer)])
             return
 
 
 def _takes_parameters(statement: ast.AST, model: str) -> bool:
-    """Whether a statement hands the model's parameters to somebody, or adds a group to an optimizer."""
+    """Return whether a statement passes on the model's parameters, or adds a group to an optimizer."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Attribute) and node.attr == "add_param_group":
             return True
@@ -89,7 +90,7 @@ def _takes_parameters(statement: ast.AST, model: str) -> bool:
 
 
 def _gives_new_parameters(program: Program, source: Source, statement: ast.Assign, model: ast.Name) -> bool:
-    """Whether an assignment puts a new module, one with parameters, in the place of the model or of a part of it."""
+    """Return whether an assignment replaces the model, or part of it, by a new module with parameters."""
     root = statement.targets[0]
     while isinstance(root, (ast.Attribute, ast.Subscript)):
         root = root.value

@@ -1,12 +1,12 @@
-"""model.parameters() is kept and used twice.
+"""model.parameters() is stored and used twice.
 
 What:
-    A name is set to `model.parameters()` (or a `filter` or generator over it), and two places use it.
+    A name is set to `model.parameters()` (or a `filter` or generator over it), and used in two places.
 Why it matters:
-    It is a generator: the first user empties it. The second finds no parameters and raises nothing: clipping clips nothing, a sum over
-    them is zero, a frozen part stays unfrozen.
+    It is a generator: the first use exhausts it. The second use finds no parameters and raises no error.
+    Clipping clips nothing, a sum over the parameters is zero, and a part to freeze is not frozen.
 How to mend it:
-    `list(model.parameters())`, or call `model.parameters()` in each place.
+    Use `list(model.parameters())`, or call `model.parameters()` in each place.
 Bad:
     import torch
 
@@ -56,12 +56,12 @@ def look(program: Program) -> Iterator[Finding]:
             uses = sorted((use for use in uses if source.names.lookup(use) is bindings and _consumes(source, use)), key=position)
             here = [use for use in uses if source.function(use) is source.function(node)]
             if len(here) >= 2 and _one_after_the_other(source, here[0], here[1]):
-                yield RULE.finding(f"`{name.id}` is a generator, and line {here[0].lineno} has emptied it: nothing is left for this line",
+                yield RULE.finding(f"`{name.id}` is a generator that line {here[0].lineno} has exhausted: nothing is left for this line",
                                    source.place(here[1]), f"{name.id} = list({source.code(node.value)})", others=[source.place(here[0])])
 
 
 def _generator(value: ast.AST) -> bool:
-    """``model.parameters()``, or a filter, map or generator over it."""
+    """Return whether a value is ``model.parameters()``, or a filter, map or generator over it."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         return value.func.attr in ("parameters", "named_parameters") and not value.args
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("filter", "map"):

@@ -1,12 +1,13 @@
-"""Pinned batches are copied with a wait.
+"""Pinned batches are copied with a blocking copy.
 
 What:
-    The loader has `pin_memory=True`, and its batches are moved with `.to(device)` or `.cuda()` without `non_blocking=True`.
+    The loader has `pin_memory=True`, but its batches are moved with `.to(device)` or `.cuda()` without
+    `non_blocking=True`.
 Why it matters:
-    Pinning costs a copy in a thread of the loader. What it buys is that the copy to the device can run beside the host's work, and
-    without `non_blocking=True` the host waits for it all the same.
+    Pinning costs a copy in a thread of the loader. In return, the copy to the device can overlap with the
+    host's work. Without `non_blocking=True`, the host waits for that copy anyway.
 How to mend it:
-    `x.to(device, non_blocking=True)`.
+    Use `x.to(device, non_blocking=True)`.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -51,12 +52,12 @@ def look(program: Program) -> Iterator[Finding]:
         if pins(loader) is True and not non_blocking(event.node):
             call = event.source.code(event.node)
             told = call[:-1] + (", " if event.node.args or event.node.keywords else "") + "non_blocking=True)"
-            yield RULE.finding(f"the loader of line {loader.source.place(loader.node).line} pins its batches, and `{call}` waits for the copy all the same",
+            yield RULE.finding(f"the loader on line {loader.source.place(loader.node).line} pins its batches, but `{call}` waits for the copy anyway",
                                event.place, told, others=[loader.source.place(loader.node)])
 
 
 def batches_moved(program: Program) -> Iterator[tuple[Event, Origin]]:
-    """Where a loop that trains moves a batch to a device, with the one loader that the batch comes from."""
+    """Yield where a training loop moves a batch to a device, with the loader of the batch."""
     for loop in program.step_loops:
         if not isinstance(loop.loop.node, (ast.For, ast.AsyncFor)):
             continue
@@ -72,13 +73,13 @@ def batches_moved(program: Program) -> Iterator[tuple[Event, Origin]]:
 
 
 def _inside(node: ast.AST, loop: ast.AST) -> bool:
-    """Whether a value is an entry of the loop's own variable: ``batch[0]``."""
+    """Return whether a value is an entry of the loop variable: ``batch[0]``."""
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and \
         node.value.id in {each.id for each in ast.walk(getattr(loop, "target", node)) if isinstance(each, ast.Name)}
 
 
 def _to_device(call: ast.Call) -> bool:
-    """Whether a call moves at all: ``x.to(torch.float32)`` does not."""
+    """Return whether a call moves a tensor to a device: ``x.to(torch.float32)`` does not."""
     first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "device"), None)
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return True
@@ -87,7 +88,7 @@ def _to_device(call: ast.Call) -> bool:
 
 
 def pins(loader: Origin) -> bool | None:
-    """Whether a loader pins its batches; None where that is not written out."""
+    """Return whether a loader pins its batches, or None if the source does not show it."""
     assert isinstance(loader.node, ast.Call)
     options = {keyword.arg: keyword.value for keyword in loader.node.keywords}
     if None in options or len(loader.node.args) > 7:

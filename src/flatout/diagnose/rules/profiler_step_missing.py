@@ -1,12 +1,13 @@
-"""A profiler with a schedule that never hears of a step.
+"""A profiler with a schedule never gets step() calls.
 
 What:
-    `torch.profiler.profile(schedule=...)` is used, and `prof.step()` is never called, or only after the loop.
+    `torch.profiler.profile(schedule=...)` is used, but `prof.step()` is never called, or only after the loop.
 Why it matters:
-    The schedule counts calls of `step()`. Without them the profiler stays in its first phase: with `wait=1` it records nothing and
-    writes no trace; without waiting it records the whole run as one step and fills the memory.
+    The schedule counts calls of `step()`. Without them, the profiler stays in its first phase. With `wait=1`,
+    it records nothing and writes no trace. Without a wait phase, it records the whole run as one step and
+    fills the memory.
 How to mend it:
-    `prof.step()` at the end of every pass of the loop.
+    Call `prof.step()` at the end of every pass of the loop.
 Bad:
     import torch
     from torch.profiler import profile, schedule
@@ -55,19 +56,19 @@ def look(program: Program) -> Iterator[Finding]:
         if any(event.loops for event in steps) or not name or _handed_on(program, source, name):
             continue
         where = f"`{name}.step()` runs only outside the loop, on line {steps[0].place.line}" if steps else f"`{name}.step()` is never called"
-        yield RULE.finding(f"{where}: the schedule of this profiler never moves on", source.place(call), f"{name}.step()  # at the end of the loop's body",
+        yield RULE.finding(f"{where}: the schedule of this profiler never advances", source.place(call), f"{name}.step()  # at the end of the loop body",
                            others=[event.place for event in steps])
 
 
 def _name(source: Source, call: ast.Call) -> str:
-    """What the profiler is called."""
+    """Return the name of the profiler."""
     holder = source.parent(call)
     target = holder.optional_vars if isinstance(holder, ast.withitem) else holder.targets[0] if isinstance(holder, ast.Assign) else None
     return target.id if isinstance(target, ast.Name) else ""
 
 
 def _handed_on(program: Program, source: Source, name: str) -> bool:
-    """Whether a function that cannot be seen gets the profiler."""
+    """Return whether the profiler is passed to a function without visible source."""
     for call in source.calls:
         handed = [*call.args, *(keyword.value for keyword in call.keywords)]
         if any(isinstance(each, ast.Name) and each.id == name for each in handed) and not program.functions_called(source, call):

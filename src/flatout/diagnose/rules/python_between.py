@@ -1,11 +1,12 @@
-"""Python between the phases takes part of the step.
+"""Python code between the phases takes part of the step.
 
 What:
-    Between data, forward, backward and optimizer the program does something of its own in each step, and this line is where most of that time goes.
+    In each step, the program runs its own code between data, forward, backward and optimizer. This line takes
+    most of that time.
 Why it matters:
-    Nothing overlaps with it on a CPU, and on a GPU the device runs dry meanwhile.
+    On a CPU, nothing overlaps with it. On a GPU, the device runs out of work.
 How to mend it:
-    Do it every hundred steps, in tensors instead of Python numbers, or not at all.
+    Run it every hundred steps, use tensors instead of Python numbers, or remove it.
 Bad:
     for truth, answer in zip(y, found):
         matrix[truth, answer] += 1
@@ -22,7 +23,7 @@ from flatout.diagnose.seen import found, habit, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-MUCH = 1.15  # a cheap metric in each step is what people want
+MUCH = 1.15  # users expect a cheap metric in each step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -31,7 +32,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio is None or ratio.median < MUCH or not places:
         return
     yield found(RULE, f"`{places[0].text}` takes {of_step(profile, ms)}", places[0], predicted=ratio,
-                how="this line left out of the step, by its own time", others=places[1:])
+                how="the step without this line, by its measured time", others=places[1:])
 
 
 RULE = Rule("FL167", "python_between", Severity.TIME, __doc__ or "", judge=judge)

@@ -1,12 +1,14 @@
-"""Every rank goes over the whole data set.
+"""Every rank uses the whole data set.
 
 What:
-    The model is wrapped in `DistributedDataParallel`, and the loader of the training loop has no distributed sampler.
+    The model is wrapped in `DistributedDataParallel`, but the loader of the training loop has no distributed
+    sampler.
 Why it matters:
-    All ranks train on all of the data: N devices do N times the work of one in every epoch. With equal seeds they even see the same
-    batches, and the averaged gradient is that of one device.
+    All ranks train on all of the data: in every epoch, N devices do N times the work of one. With equal seeds
+    they even get the same batches, and the averaged gradient is that of one device.
 How to mend it:
-    `sampler=DistributedSampler(dataset)` in place of `shuffle=True`, and `sampler.set_epoch(epoch)` in every epoch.
+    Use `sampler=DistributedSampler(dataset)` instead of `shuffle=True`, and call `sampler.set_epoch(epoch)`
+    in every epoch.
 Bad:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -67,8 +69,8 @@ def look(program: Program) -> Iterator[Finding]:
             handed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "dataset"), None)
             data = program.origins(origin.source, handed) if handed is not None else []
             if data and all(isinstance(each.node, ast.Call) and "rank" not in ast.unparse(each.node) for each in data) and len(call.args) < 4:
-                yield RULE.finding("the model is distributed, and this loader gives every rank the whole data set", origin.source.place(call),
-                                   "sampler=torch.utils.data.distributed.DistributedSampler(dataset)  # in place of shuffle=True")
+                yield RULE.finding("the model is distributed, but this loader gives every rank the whole data set", origin.source.place(call),
+                                   "sampler=torch.utils.data.distributed.DistributedSampler(dataset)  # instead of shuffle=True")
 
 
 RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, look=look)

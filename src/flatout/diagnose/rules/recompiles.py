@@ -1,12 +1,14 @@
-"""The model is compiled again and again.
+"""The model is recompiled repeatedly.
 
 What:
-    torch.compile has made new graphs for a function that it had compiled already, because something it took for constant has changed: a shape, a
-    number, a module's attribute.
+    torch.compile has created new graphs for a function that was already compiled. A value that it assumed
+    constant has changed: a shape, a number, or an attribute of a module.
 Why it matters:
-    Each compilation takes seconds to minutes. After eight of them torch gives the function up and runs it plain.
+    Each compilation takes seconds to minutes. After eight of them, torch stops compiling the function and
+    runs it uncompiled.
 How to mend it:
-    torch.compile(model, dynamic=True), or torch._dynamo.mark_dynamic(tensor, 0) for the axis that changes; pad to a few lengths.
+    Use torch.compile(model, dynamic=True), or torch._dynamo.mark_dynamic(tensor, 0) for the axis that
+    changes. Or pad to a few lengths.
 Bad:
     model = torch.compile(model, dynamic=False)
 Good:
@@ -22,14 +24,14 @@ from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-A_FEW = 2  # the first change of a size makes it dynamic; that is as it should be
+A_FEW = 2  # the first change of a size makes it dynamic, as intended
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or seen.recompiles <= A_FEW:
         return
-    yield found(RULE, f"{seen.recompiles} recompilations so far; compiling has taken {seen.ms / 1000:.1f} s", seen.places[0] if seen.places else None,
+    yield found(RULE, f"{seen.recompiles} recompilations so far; compiling took {seen.ms / 1000:.1f} s", seen.places[0] if seen.places else None,
                 evidence=seen.reasons[:4], others=seen.places[1:])
 
 

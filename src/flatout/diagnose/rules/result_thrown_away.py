@@ -1,11 +1,13 @@
-"""The result of a tensor's method is thrown away.
+"""The result of a tensor method is discarded.
 
 What:
-    A line calls a method that gives back a new tensor (`x.to(device)`, `x.detach()`, `x.clamp(0, 1)`) and does nothing with it.
+    A line calls a method that returns a new tensor (`x.to(device)`, `x.detach()`, `x.clamp(0, 1)`) and does
+    not use the result.
 Why it matters:
-    Only modules move in place. A tensor stays where and what it was: on the wrong device, attached to its graph, unclamped.
+    Only modules move in place. The tensor does not change: it stays on the wrong device, attached to its
+    graph, or unclamped.
 How to mend it:
-    `x = x.to(device)`; or the method that works in place, with an underscore: `x.clamp_(0, 1)`.
+    Write `x = x.to(device)`, or use the in-place method with an underscore: `x.clamp_(0, 1)`.
 Bad:
     import torch
 
@@ -39,9 +41,9 @@ def look(program: Program) -> Iterator[Finding]:
         call = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in PURE or source.dotted(call.func):
             continue
-        owner = call.func.value  # in a notebook such a line shows its value
+        owner = call.func.value  # in a notebook, such a line displays its value
         if not source.cells and program.values.kinds(source, owner) == {"Tensor"} and isinstance(owner, (ast.Name, ast.Attribute)):
-            yield RULE.finding(f"`{source.code(call)}` gives back a new tensor, which is thrown away; `{source.code(owner)}` stays as it is",
+            yield RULE.finding(f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
                                source.place(node), f"{source.code(owner)} = {source.code(call)}")
 
 

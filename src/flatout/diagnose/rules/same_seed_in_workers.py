@@ -1,11 +1,11 @@
-"""A fixed seed inside the loader.
+"""A fixed seed is set inside the loader.
 
 What:
-    `__getitem__` or a `worker_init_fn` seeds a random generator with a number that is always the same.
+    `__getitem__` or a `worker_init_fn` seeds a random generator with a constant.
 Why it matters:
-    In `__getitem__` every sample draws the same "random" augmentation. In `worker_init_fn` all workers draw the same numbers, and the
-    same ones again in every epoch. (Left alone, PyTorch gives each worker its own seeds for torch, random and NumPy, new ones every
-    epoch.)
+    In `__getitem__`, every sample draws the same "random" augmentation. In `worker_init_fn`, all workers draw
+    the same numbers, and draw them again in every epoch. (By default, PyTorch gives each worker separate
+    seeds for torch, random and NumPy, new in every epoch.)
 How to mend it:
     Remove the line, or derive the seed from `torch.initial_seed()`, which differs between workers and epochs.
 Bad:
@@ -43,7 +43,8 @@ Good:
 
     loader = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=seed_worker)
 Sources:
-    https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader; torch/utils/data/_utils/worker.py seeds NumPy, too
+    https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader;
+    torch/utils/data/_utils/worker.py seeds NumPy too
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ def _in_workers(program: Program) -> Iterator[tuple[Source, ast.AST, str]]:
 
 
 def _fixed(source: Source, seed: ast.expr, own: set[str]) -> bool:
-    """A number, or a name of the module or of the program's options: nothing of the function's own and nothing that is called."""
+    """Return whether a seed is a number, or a name of the module or options: no local name, no call."""
     if any(isinstance(node, ast.Call) for node in ast.walk(seed)):
         return False
     return all(_outer(source, name, own) for name in ast.walk(seed) if isinstance(name, ast.Name))
 
 
 def _outer(source: Source, name: ast.Name, own: set[str]) -> bool:
-    """Whether a name is set outside of the function, to something that is written out or imported."""
+    """Return whether a name is set outside the function, to a literal or an import."""
     bindings = source.names.lookup(name)
     if name.id in own or name.id == "self" or not bindings or name.id in source.names.at[id(name)].names:
         return False

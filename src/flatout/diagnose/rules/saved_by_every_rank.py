@@ -1,12 +1,12 @@
 """Every rank writes the same file.
 
 What:
-    The program is distributed, and `torch.save` runs in every process, with no condition on the rank.
+    The program is distributed, and `torch.save` runs in every process, without a condition on the rank.
 Why it matters:
-    All ranks write to one path at the same time. The file can end up mixed or cut short, and that shows when it is needed; on a shared
-    disk it also takes N times as long.
+    All ranks write to one path at the same time. The file can be mixed or truncated, which shows only when it
+    is loaded. On a shared disk, saving also takes N times as long.
 How to mend it:
-    `if torch.distributed.get_rank() == 0:` around it.
+    Put it under `if torch.distributed.get_rank() == 0:`.
 Bad:
     import torch
 
@@ -44,12 +44,12 @@ def look(program: Program) -> Iterator[Finding]:
                 and event.source.dotted(event.node.func) == "torch.save":
             path = ast.unparse(event.node.args[1]).lower()
             if not event.arms and "rank" not in path and not _leaves_early(event):
-                yield RULE.finding("every process writes this file, all at the same time", event.place,
+                yield RULE.finding("every process writes this file at the same time", event.place,
                                    f"if torch.distributed.get_rank() == 0:\n    {event.source.code(event.node)}")
 
 
 def _leaves_early(event: Event) -> bool:
-    """Whether a function on the way returns early on a condition, or its name or a decorator speaks of a rank."""
+    """Return whether a calling function may return early, or its name or decorators mention a rank."""
     for frame in event.frames:
         if not isinstance(frame, FUNCTIONS):
             continue

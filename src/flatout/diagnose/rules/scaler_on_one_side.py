@@ -1,13 +1,14 @@
-"""The loss is scaled and the step is not, or the other way round.
+"""The scaler is used for the loss or the step, but not for both.
 
 What:
-    `scaler.scale(loss).backward()` is followed by `optimizer.step()` in place of `scaler.step(optimizer)`; or `scaler.step(optimizer)`
-    follows a plain `loss.backward()`.
+    `scaler.scale(loss).backward()` is followed by `optimizer.step()` instead of `scaler.step(optimizer)`. Or
+    `scaler.step(optimizer)` follows a plain `loss.backward()`.
 Why it matters:
-    In the first case the optimizer follows gradients that are tens of thousands of times too large, infinities included. In the second,
-    `scaler.step` divides gradients that were never multiplied: they become about 65,536 times too small.
+    In the first case, the optimizer uses gradients that are tens of thousands of times too large, including
+    infinities. In the second case, `scaler.step` divides gradients that were never multiplied. They become
+    about 65,536 times too small.
 How to mend it:
-    `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`: all three or none.
+    Use all three of `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()`, or none.
 Bad:
     import torch
 
@@ -58,7 +59,7 @@ def look(program: Program) -> Iterator[Finding]:
             met = [event for event in passes if together(event, step) and implies(step, event)]
             if met and met[-1].subject is not None and isinstance(step.node, ast.Call) and isinstance(step.node.func, ast.Attribute):
                 scaler, loss = step.source.code(step.node.func.value), met[-1].source.code(met[-1].subject)
-                yield RULE.finding(f"`{step.source.code(step.node)}` on line {step.place.line} divides the gradients by the scaler's factor, and this loss "
+                yield RULE.finding(f"`{step.source.code(step.node)}` on line {step.place.line} divides the gradients by the scaler's factor, but this loss "
                                    "was never multiplied by it", met[-1].place, f"{scaler}.scale({loss}).backward()", others=[step.place])
         for step in loop.of("step") if len(by_scaler) == len(passes) and not loop.of("unscale") else ():
             met = [event for event in by_scaler if together(event, step) and implies(step, event)]
@@ -70,7 +71,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def _by_scaler(program: Program, event: Event) -> bool:
-    """Whether a loss goes through a GradScaler that is known to be one."""
+    """Return whether a loss goes through a known GradScaler."""
     call = event.node.func.value if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute) else None
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and program.values.is_a(event.source, call.func.value, "GradScaler")
 

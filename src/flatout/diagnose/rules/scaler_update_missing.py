@@ -1,13 +1,14 @@
 """The scaler is never updated.
 
 What:
-    `scaler.step(optimizer)` runs in the training loop, and `scaler.update()` never does.
+    `scaler.step(optimizer)` runs in the training loop, but `scaler.update()` never runs.
 Why it matters:
-    `update` lowers the factor after an overflow and raises it again. Without it an enabled scaler raises "step() has already been
-    called since the last update()" in the second step; a disabled one (no GPU, or float32 by option) says nothing, so the fault waits
-    for the first run on a GPU.
+    `update` lowers the factor after an overflow and raises it again later. Without it, an enabled scaler
+    raises "step() has already been called since the last update()" in the second step. A disabled scaler (no
+    GPU, or float32 by option) raises nothing, so the error appears only on the first run on a GPU.
 How to mend it:
-    `scaler.update()` directly after `scaler.step(optimizer)`; once a step, also with several optimizers.
+    Call `scaler.update()` directly after `scaler.step(optimizer)`, once per step, even with several
+    optimizers.
 Bad:
     import torch
 
@@ -54,7 +55,8 @@ def look(program: Program) -> Iterator[Finding]:
             known = program.values.is_a(step.source, call.func.value, "GradScaler")
             if known and not any(event.kind == "scaler_update" for event in [*loop.events, *loop.around]):
                 scaler = step.source.code(call.func.value)
-                yield RULE.finding(f"`{scaler}` steps and is never updated: with a GPU the second step raises, without one nothing is said", step.place,
+                yield RULE.finding(f"`{scaler}` steps but is never updated: the second step raises an error, but only with a GPU",
+                                   step.place,
                                    f"{scaler}.update()  # after this line")
 
 

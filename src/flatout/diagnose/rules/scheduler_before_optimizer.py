@@ -1,12 +1,13 @@
-"""The learning rate is changed before the optimizer has stepped.
+"""The scheduler steps before the optimizer.
 
 What:
-    In a pass of a loop `scheduler.step()` comes before `optimizer.step()`.
+    In a pass of a loop, `scheduler.step()` comes before `optimizer.step()`.
 Why it matters:
-    The first value of the schedule is skipped, and every later one comes one pass too early: warm-up starts at its second value, a drop
-    after 30 epochs comes after 29. PyTorch warns of it once, among other lines, and goes on.
+    The first value of the schedule is skipped, and every later value comes one pass too early. Warm-up starts
+    at its second value, and a drop after 30 epochs comes after 29. PyTorch warns once, among other lines, and
+    continues.
 How to mend it:
-    `scheduler.step()` after the steps of the optimizer, at the end of the same pass.
+    Call `scheduler.step()` after the optimizer steps, at the end of the same pass.
 Bad:
     import torch
 
@@ -34,7 +35,8 @@ Good:
             optimizer.step()
         scheduler.step()
 Sources:
-    https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate (the order was changed in torch 1.1)
+    https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
+    (the order changed in torch 1.1)
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def look(program: Program) -> Iterator[Finding]:
             if order[id(event)] < min(order[id(step)] for step in met):
                 name = event.source.code(event.node)
                 yield RULE.finding(f"`{name}` runs before `{met[0].source.code(met[0].node)}` on line {met[0].place.line}: the first learning rate of the "
-                                   "schedule is never used", event.place, f"{name}  # at the end of the loop's body", others=[met[0].place])
+                                   "schedule is never used", event.place, f"{name}  # at the end of the loop body", others=[met[0].place])
 
 
 RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, look=look)

@@ -1,11 +1,12 @@
-"""The scheduler is made anew while training.
+"""The scheduler is recreated during training.
 
 What:
-    A learning-rate scheduler is made again and again in the loop.
+    The loop creates a learning-rate scheduler repeatedly.
 Why it matters:
-    Each one begins at step zero, and takes the present rate for the initial one: the plan is never followed.
+    Each new scheduler starts at step zero and takes the current rate as the initial one. The schedule is
+    never followed.
 How to mend it:
-    Make it once, before the loop.
+    Create it once, before the loop.
 Bad:
     for epoch in range(90):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
@@ -32,7 +33,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = habit(profile, "make_scheduler")
     made = times_at_one_place(profile, "make_scheduler")
     if places and made >= OFTEN:
-        yield found(RULE, f"this line has made {made} schedulers", places[0])
+        yield found(RULE, f"this line has created {made} schedulers", places[0])
 
 
 RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__ or "", judge=judge)

@@ -1,12 +1,13 @@
-"""The random generator is set back in every pass of the training loop.
+"""The random generator is reset in every pass of the training loop.
 
 What:
-    `torch.manual_seed(...)` with one fixed number runs inside the loop that trains, or in the loop over epochs.
+    `torch.manual_seed(...)` with a constant runs inside the training loop, or in the loop over epochs.
 Why it matters:
-    Dropout masks, noise and the order of the data begin again at the same point: in every epoch, or every step, the "random" numbers
-    are the same ones.
+    Dropout masks, noise and the order of the data restart from the same point. The "random" numbers are the
+    same in every epoch or every step.
 How to mend it:
-    Seed once, before the loops. Where passes must be repeatable one by one, seed with the pass: `torch.manual_seed(seed + epoch)`.
+    Seed once, before the loops. To make each pass repeatable on its own, seed with the pass:
+    `torch.manual_seed(seed + epoch)`.
 Bad:
     import torch
 
@@ -47,12 +48,12 @@ def look(program: Program) -> Iterator[Finding]:
         for event in [*loop.around, *loop.events]:
             if event.kind == "call" and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in SEEDS and event.node.args \
                     and isinstance(event.node.args[0], ast.Constant) and not _new_run(program, loop, event.loops[-1].node):
-                yield RULE.finding(f"`{event.source.code(event.node)}` sets the random numbers back in every pass of the loop", event.place,
+                yield RULE.finding(f"`{event.source.code(event.node)}` resets the random numbers in every pass of the loop", event.place,
                                    f"{event.source.code(event.node)}  # once, before the loops")
 
 
 def _new_run(program: Program, loop: StepLoop, around: ast.AST) -> bool:
-    """Whether the loop makes a model or an optimizer in each pass: then a pass is a training of its own (folds, settings to compare)."""
+    """Return whether each pass creates a model or optimizer: a separate training (a fold, a setting)."""
     return any(event.kind == "call" and any(each.node is around for each in event.loops) and
                {"Optimizer", "Module"} & program.values.kinds(event.source, event.node) and isinstance(event.node, ast.Call) and
                program.origins(event.source, event.node)[0].node is event.node and "Tensor" not in program.values.kinds(event.source, event.node)

@@ -1,10 +1,11 @@
-"""A DistributedSampler that is never told the epoch.
+"""A DistributedSampler does not get the epoch.
 
 What:
-    A `DistributedSampler` shuffles, there is a loop over epochs, and `sampler.set_epoch(epoch)` is never called.
+    A `DistributedSampler` shuffles, and there is a loop over epochs, but `sampler.set_epoch(epoch)` is never
+    called.
 Why it matters:
-    The sampler shuffles with a generator seeded by `seed + epoch`. Without `set_epoch` the epoch stays 0: every epoch has the same
-    order and the same batches, and the noise that shuffling brings to SGD is gone.
+    The sampler shuffles with a generator seeded by `seed + epoch`. Without `set_epoch`, the epoch stays 0.
+    Every epoch has the same order and the same batches, and SGD loses the noise from shuffling.
 How to mend it:
     Call `sampler.set_epoch(epoch)` at the start of every epoch.
 Bad:
@@ -70,12 +71,12 @@ def look(program: Program) -> Iterator[Finding]:
         if any(_feeds(program, call, loop) for loop in epochs):
             target = getattr(source.parent(call), "targets", [None])[0]
             name = source.code(target) if isinstance(target, (ast.Name, ast.Attribute)) else "sampler"
-            yield RULE.finding("this sampler shuffles, and is never told the epoch: every epoch comes in the same order", source.place(call),
+            yield RULE.finding("this sampler shuffles but does not get the epoch: every epoch has the same order", source.place(call),
                                f"{name}.set_epoch(epoch)  # first line of the loop over epochs")
 
 
 def _feeds(program: Program, sampler: ast.Call, loop: StepLoop) -> bool:
-    """Whether the loop that trains goes over a loader with this sampler."""
+    """Return whether the training loop iterates over a loader with this sampler."""
     assert isinstance(loop.loop.node, ast.For)
     for origin in program.origins(loop.source, iterated(loop.loop.node.iter)):
         if isinstance(origin.node, ast.Call):

@@ -1,11 +1,12 @@
-"""Copies to the device stop the program.
+"""Copies to the device block the program.
 
 What:
     Batches are copied to the device from memory that is not pinned, or the program waits for the copy.
 Why it matters:
-    A pageable copy goes through a buffer of the driver, at half the speed, and cannot overlap with anything.
+    A pageable copy goes through a buffer of the driver. It runs at half the speed and cannot overlap with
+    other work.
 How to mend it:
-    DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)
+    Use DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True).
 Bad:
     x = x.to(device)
 Good:
@@ -31,7 +32,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     first = seen[0]
     kind = "pageable" if first.pinned is False else "blocking"
-    yield found(RULE, f"{kind} copies move {size(first.sized_bytes)} a {profile.unit} to the device in {said_ms(total)}", first.place,
+    yield found(RULE, f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {said_ms(total)}", first.place,
                 evidence=[f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}" for c in seen[:4] if c.place],
                 predicted=ratio, how=how("copies") if what_if else TIMED,
                 others=[c.place for c in seen[1:] if c.place])

@@ -1,11 +1,13 @@
-"""Fetching a sample is slow, and this line is where the time goes.
+"""Fetching a sample is slow, and this line takes most of the time.
 
 What:
-    The step waits for its loader, and most of the fetching is spent in one line of the data set or of the collate function.
+    The step waits for its loader. Most of the fetching time is spent in one line of the data set or the
+    collate function.
 Why it matters:
-    That line runs once a sample, in Python. What it costs is paid again in each epoch.
+    That line runs once per sample, in Python. Each epoch pays its cost again.
 How to mend it:
-    Do it once, when the data set is made, or for the whole batch at once; or let workers do it meanwhile:
+    Do the work once, when creating the data set, or for the whole batch at once. Or let workers do it in
+    parallel:
     flatout tune --levers cached_prefix,batched_transforms,loader COMMAND...
 Bad:
     class Images(Dataset):
@@ -37,7 +39,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers")
-        share = f"{100 * (loader.slow_share or 0):.0f} % of the time of fetching is spent in `{loader.slow_place.text}`"
+        share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
         yield found(RULE, share, loader.slow_place, evidence=evidence, predicted=worth(profile, loader), how=how_known(profile),
                     others=[loader.place] if loader.place else [])
 

@@ -1,11 +1,12 @@
 """Each step takes longer than the one before.
 
 What:
-    The length of a step grows with the number of steps, beyond chance.
+    The step time grows with the number of steps, beyond chance.
 Why it matters:
-    Something in the loop does work over everything that came before: a metric over all answers so far, a list that is searched, a graph that grows.
+    Something in the loop processes the whole history: a metric over all outputs so far, a list that is
+    searched, or a growing graph.
 How to mend it:
-    Update sums in place of computing over the whole history again.
+    Update sums instead of computing over the whole history again.
 Bad:
     answers.append(logits.detach())
     accuracy = score(torch.cat(answers), torch.cat(labels))
@@ -35,13 +36,16 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     ratio = medians[-1] / medians[0]
     place = profile.leak.place if profile.leak is not None and profile.leak.leaking else None
-    said = f"a {profile.unit} took {said_ms(medians[0])} at first and takes {said_ms(medians[-1])} after {len(profile.step_ms_list)} of them"
+    said = f"the time per {profile.unit} grew from {said_ms(medians[0])} to {said_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
     yield found(RULE, said, place, evidence=["medians of equal blocks: " + ", ".join(said_ms(m) for m in medians)],
-                predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)), how="the first steps against the last, of this run; it goes on growing")
+                predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)), how="the first steps of this run versus the last; the step time keeps growing")
 
 
 def blocks(times: Sequence[float]) -> list[float] | None:
-    """Medians of six equal blocks; in order by chance once in 720 times. None where there are too few steps."""
+    """Return the medians of six equal blocks, or None if there are too few steps.
+
+    Six medians are in order by chance once in 720 times.
+    """
     if len(times) < FEWEST:
         return None
     length = len(times) // BLOCKS

@@ -1,12 +1,14 @@
-"""Probabilities are given to a loss that wants logits.
+"""A loss that expects logits receives probabilities.
 
 What:
-    The output of a softmax goes into `cross_entropy` (or `CrossEntropyLoss`), or that of a sigmoid into a loss "with logits".
+    The output of a softmax goes into `cross_entropy` (or `CrossEntropyLoss`), or the output of a sigmoid into
+    a loss "with logits".
 Why it matters:
-    These losses apply the softmax or the sigmoid themselves. Applied twice, the largest probability that 10 classes can reach is 0.23
-    instead of 1, the loss cannot fall below 1.46, and gradients are small everywhere: it trains, slowly and to a worse end.
+    These losses apply the softmax or the sigmoid themselves. Applied twice, the largest probability that 10
+    classes can reach is 0.23 instead of 1. The loss cannot fall below 1.46, and gradients are small
+    everywhere. The model trains slowly and ends with a worse result.
 How to mend it:
-    Give the loss what the last linear layer gives; apply the softmax where probabilities are wanted.
+    Pass the output of the last linear layer to the loss. Apply the softmax only where you need probabilities.
 Bad:
     import torch
     import torch.nn.functional as F
@@ -60,12 +62,12 @@ def look(program: Program) -> Iterator[Finding]:
     for source, call, name in losses(program, TWICE):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made == {TWICE[name]}:
-            yield RULE.finding(f"`{source.code(call.args[0])}` has been through a {TWICE[name]} already, and {name} applies it again", source.place(call),
-                               f"# give {name} the output of the last linear layer, without the {TWICE[name]}")
+            yield RULE.finding(f"`{source.code(call.args[0])}` is the output of a {TWICE[name]}, and {name} applies it again", source.place(call),
+                               f"# pass {name} the output of the last linear layer, without the {TWICE[name]}")
 
 
 def losses(program: Program, wanted: dict[str, str]) -> Iterator[tuple[Source, ast.Call, str]]:
-    """Every call of one of these losses, as a function or through its module, with its name."""
+    """Yield every call of one of these losses, as a function or a module, with its name."""
     for source in program.sources:
         for call in source.calls:
             dotted = source.dotted(call.func)
@@ -79,9 +81,9 @@ def losses(program: Program, wanted: dict[str, str]) -> Iterator[tuple[Source, a
 
 
 def ends_in(program: Program, source: Source, node: ast.AST, depth: int = 0) -> set[str]:
-    """The names of the last functions that made a tensor (softmax, Linear, ...), followed through the program's own modules.
+    """Return the names of the last functions that made a tensor (softmax, Linear, ...).
 
-    "" stands for one that cannot be told.
+    The search follows the program's own modules. "" stands for an unknown function.
     """
     if depth > 6:
         return {""}

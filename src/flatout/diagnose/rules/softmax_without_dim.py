@@ -1,12 +1,14 @@
-"""A softmax over an unnamed dimension.
+"""A softmax lacks its dimension.
 
 What:
-    `F.softmax(x)`, `F.log_softmax(x)`, `torch.nn.Softmax()` or `torch.nn.LogSoftmax()` without `dim`.
+    `F.softmax(x)`, `F.log_softmax(x)`, `torch.nn.Softmax()` or `torch.nn.LogSoftmax()` is called without
+    `dim`.
 Why it matters:
-    PyTorch then chooses by the number of dimensions: 0 for one or three, 1 for two and four. With one dimension more in the input the
-    probabilities run over another axis, with no error. It warns, and the implicit choice is to be removed.
+    PyTorch then chooses by the number of dimensions: 0 for one or three, 1 for two and four. If the input
+    gains a dimension, the probabilities run over another axis, without an error. PyTorch warns, and plans to
+    remove the implicit choice.
 How to mend it:
-    `dim=1` for class scores of a batch, `dim=-1` for the last dimension.
+    Set `dim=1` for class scores of a batch, or `dim=-1` for the last dimension.
 Bad:
     import torch
     import torch.nn.functional as F
@@ -38,7 +40,7 @@ def look(program: Program) -> Iterator[Finding]:
         for source, call in program.calls(*names):
             if len(call.args) <= before and not any(keyword.arg in ("dim", None) for keyword in call.keywords):
                 comma = ", " if call.args else ""
-                yield RULE.finding("PyTorch chooses the dimension by the number of dimensions: 0 for one or three, else 1", source.place(call),
+                yield RULE.finding("PyTorch chooses `dim` by the number of dimensions: 0 for one or three, otherwise 1", source.place(call),
                                    f"{source.code(call)[:-1]}{comma}dim=-1)  # or dim=1")
 
 

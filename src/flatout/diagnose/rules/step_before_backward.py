@@ -1,12 +1,12 @@
-"""The optimizer steps before there are gradients.
+"""The optimizer steps before the gradients are computed.
 
 What:
-    In a cycle `zero_grad()` is followed by `step()`, and `backward()` comes last.
+    In a training step, `zero_grad()` is followed by `step()`, and `backward()` comes last.
 Why it matters:
-    The step finds cleared gradients, and the ones that `backward()` makes afterwards are cleared again before the next step. Nothing is
-    learned.
+    The optimizer step uses cleared gradients. The gradients that `backward()` computes afterwards are cleared
+    again before the next step. The model learns nothing.
 How to mend it:
-    The order of a cycle is `zero_grad`, forward, `backward`, `step`.
+    Use the order `zero_grad`, forward, `backward`, `step`.
 Bad:
     import torch
 
@@ -48,7 +48,7 @@ def look(program: Program) -> Iterator[Finding]:
         first = next(event for event in order if event in steps)
         at = order.index(first)
         if all(event.kind != "backward" for event in order[:at]) and order[at - 1].kind == "zero_grad":
-            yield RULE.finding("the optimizer steps before the backward pass of this cycle, with gradients that were just cleared", first.place,
+            yield RULE.finding("the optimizer steps before the backward pass, with gradients that were just cleared", first.place,
                                f"{first.source.code(first.node)}  # after the backward pass", others=[loop.of("backward")[0].place])
 
 

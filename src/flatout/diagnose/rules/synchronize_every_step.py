@@ -1,12 +1,13 @@
-"""The device is waited for in every step.
+"""Every step synchronises with the device.
 
 What:
     `torch.cuda.synchronize()` runs in every step of the training loop.
 Why it matters:
-    The host stops until the device has done everything. It then has nothing queued, and idles while the next step is prepared: what
-    should run side by side runs one after the other.
+    The host stops until the device has finished all work. The device then has nothing queued, and idles while
+    the host prepares the next step. Work that should overlap runs sequentially.
 How to mend it:
-    Remove it. To time a part of the step use `torch.cuda.Event(enable_timing=True)`, or measure every hundredth step.
+    Remove it. To time a part of the step, use `torch.cuda.Event(enable_timing=True)`, or measure every
+    hundredth step.
 Bad:
     import torch
 
@@ -49,7 +50,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def every_step(program: Program, *dotted: str) -> Iterator[Event]:
-    """The calls of one of these names that happen in every pass of a loop that trains."""
+    """Yield the calls of one of these names that run in every pass of a training loop."""
     for loop in program.step_loops:
         for event in loop.of("call"):
             if loop.always(event) and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in dotted:

@@ -1,11 +1,14 @@
-"""Tensor Cores have nothing to do.
+"""The Tensor Cores are idle.
 
 What:
-    The device has Tensor Cores, matrix products or convolutions take much of its time, and none of them used them.
+    The device has Tensor Cores, and matrix products or convolutions take much of its time, but none of them
+    uses the Tensor Cores.
 Why it matters:
-    Tensor Cores multiply matrices several times as fast: TF32 keeps float32's range, bf16 half its bytes.
+    Tensor Cores multiply matrices several times as fast. TF32 keeps the range of float32, and bf16 uses half
+    its bytes.
 How to mend it:
-    torch.set_float32_matmul_precision("high"), or torch.autocast("cuda", torch.bfloat16); measured and guarded by
+    Use torch.set_float32_matmul_precision("high") or torch.autocast("cuda", torch.bfloat16). To measure and
+    guard the change, run:
     flatout tune --levers tf32,autocast COMMAND...
 Bad:
     loss = criterion(model(x), y)
@@ -32,7 +35,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     share = sum(o.share for o in idle)
     if not idle or any(o.tensor_cores for o in able) or share < MUCH:
         return
-    yield found(RULE, f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, and none does", idle[0].place,
+    yield found(RULE, f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, but none of them does", idle[0].place,
                 evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]])
 
 

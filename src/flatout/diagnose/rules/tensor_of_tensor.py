@@ -1,12 +1,12 @@
-"""torch.tensor of a tensor.
+"""torch.tensor is called on a tensor.
 
 What:
-    `torch.tensor(x)` is given something that is a tensor already.
+    `torch.tensor(x)` receives a value that is already a tensor.
 Why it matters:
-    It copies the values and cuts them off from their graph: a gradient that was meant to flow through it does not. PyTorch warns of it,
+    It copies the values and detaches them from their graph. No gradient flows through the copy. PyTorch warns
     once.
 How to mend it:
-    `x.detach().clone()` where a copy is wanted, `x` itself where the gradient is.
+    Use `x.detach().clone()` for a copy, or `x` itself to keep the gradient.
 Bad:
     import torch
 
@@ -34,7 +34,7 @@ def look(program: Program) -> Iterator[Finding]:
     for source, call in program.calls("torch.tensor"):
         if call.args and program.values.kinds(source, call.args[0]) == {"Tensor"}:
             name = source.code(call.args[0])
-            yield RULE.finding(f"`{name}` is a tensor already: this copies it and cuts it off from its graph", source.place(call), f"{name}.detach().clone()")
+            yield RULE.finding(f"`{name}` is already a tensor: this copies it and detaches it from its graph", source.place(call), f"{name}.detach().clone()")
 
 
 RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, look=look)

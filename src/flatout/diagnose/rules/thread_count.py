@@ -1,9 +1,11 @@
-"""Another number of threads is faster.
+"""A different number of threads is faster.
 
 What:
-    The step was measured with one thread fewer and one more, switched inside the running program, and one of them is faster.
+    The step was measured with one thread fewer and one thread more, switched inside the running program. One
+    of them is faster.
 Why it matters:
-    Too few threads leave cores idle. Too many wait for each other at the end of every operator, and take cores from loader workers.
+    Too few threads leave cores idle. Too many wait for each other at the end of every operator, and take
+    cores from loader workers.
 How to mend it:
     flatout tune --levers threads COMMAND...
 Bad:
@@ -21,7 +23,7 @@ from flatout.diagnose.seen import bound, found, habit, how, measured
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
-MUCH = 1.1  # less than this changes with what else the machine does
+MUCH = 1.1  # smaller gains vary with the other load of the machine
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -29,8 +31,8 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     gains = [(ratio, name) for name in ("one thread fewer", "one thread more") if (ratio := bound(profile, name)) is not None and ratio.median >= MUCH]
     _, _, places = habit(profile, "set_threads")
     if threads and cores and int(threads) > int(cores) and not measured(profile, "one thread fewer"):
-        # So slow, often, that there was no time to measure it.
-        yield found(RULE, f"torch runs on {threads} threads, and the program may use {cores} cores", places[0] if places else None)
+        # This is often so slow that there was no time to measure it.
+        yield found(RULE, f"torch runs on {threads} threads, but the program may use only {cores} cores", places[0] if places else None)
     if not gains or not threads:
         return
     ratio, name = max(gains, key=lambda gain: gain[0].median)

@@ -1,11 +1,12 @@
-"""Batch normalisation over very few samples.
+"""Batch normalisation runs on very few samples.
 
 What:
-    The model has batch normalisation, and a forward pass sees four samples or fewer.
+    The model has batch normalisation, and a forward pass has four samples or fewer.
 Why it matters:
-    Mean and variance of so few values are mostly noise: training is unsteady, and the running statistics that evaluation uses fit neither.
+    The mean and variance of so few values are mostly noise. Training is unstable, and the running statistics
+    used in evaluation fit neither.
 How to mend it:
-    torch.nn.GroupNorm(32, channels), a larger micro-batch, or SyncBatchNorm across ranks
+    Use torch.nn.GroupNorm(32, channels), a larger micro-batch, or SyncBatchNorm across ranks.
 Bad:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     loader = DataLoader(data, batch_size=2)
@@ -33,11 +34,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not layers or samples is None or samples > FEW:
         return
     _, _, places = habit(profile, "forward")
-    yield found(RULE, f"{layers} batch normalisations see {samples} samples at a time", places[0] if places else None)
+    yield found(RULE, f"{layers} batch normalisation layers receive {samples} samples at a time", places[0] if places else None)
 
 
 def _samples(profile: ProfileRecord) -> Iterable[int]:
-    """The first axis of what was normalised, by the shapes of the operators: ``(2, 512) x (512,)``."""
+    """Yield the first axis of each normalised tensor, from the operator shapes: ``(2, 512) x (512,)``."""
     for operation in profile.operations:
         if "batch_norm" in operation.name and "backward" not in operation.name:
             for shape in operation.shapes:

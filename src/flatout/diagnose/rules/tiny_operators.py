@@ -1,11 +1,13 @@
-"""The step is many tiny operations.
+"""The step consists of many tiny operations.
 
 What:
-    The step calls so many operators that Python and the dispatcher cost more than their arithmetic.
+    The step calls so many operators that Python and the dispatcher cost more than the arithmetic.
 Why it matters:
-    An operator costs the host a few microseconds however little it computes. A thousand of them on single samples do the work of three on the batch.
+    An operator costs the host a few microseconds, however little it computes. A thousand operators on single
+    samples do the work of three on the batch.
 How to mend it:
-    Call the model on the whole batch in place of a loop over samples; torch.vmap where a function knows only single samples; or
+    Call the model on the whole batch instead of looping over samples. Use torch.vmap for a function that only
+    handles single samples. Or run:
     flatout tune --levers compile,fused_ops COMMAND...
 Bad:
     loss = sum(criterion(model(x[i]), y[i]) for i in range(len(x)))
@@ -23,9 +25,9 @@ from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import Ratio
 
-MANY = 1500  # operators a step; a network of a hundred layers makes about a thousand
-TINY_US = 60.0  # of one call, its callees included
-FLOOR_US = 5.0  # what a call costs that computes nothing
+MANY = 1500  # operators per step; a network with a hundred layers calls about a thousand
+TINY_US = 60.0  # per call, including its callees
+FLOOR_US = 5.0  # cost of a call that computes nothing
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -39,7 +41,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio >= WORTH:
         yield found(RULE, f"a {profile.unit} of {said_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each", busiest.place if busiest else None,
                     evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence, predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
-                    how=f"estimate: the host's time outside of arithmetic, {FLOOR_US:g} us an operator")
+                    how=f"estimate: the host's time outside arithmetic, {FLOOR_US:g} us per operator")
 
 
 RULE = Rule("FL153", "tiny_operators", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops"))

@@ -1,9 +1,10 @@
-"""More loader workers than the machine has cores for.
+"""The loader has more workers than the machine has cores.
 
 What:
-    The loader was given several workers for each core.
+    The loader has several workers per core.
 Why it matters:
-    Workers beyond the cores push each other and the program aside, and each of them holds memory and batches of its own.
+    Workers beyond the number of cores compete with each other and with the program. Each worker also holds
+    its own memory and batches.
 How to mend it:
     flatout tune --levers loader COMMAND...
 Bad:
@@ -27,10 +28,10 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if not crowded(profile, loader):
             continue
-        # torch itself warns from one worker a core on; what it costs is said where it was measured.
+        # torch itself warns from one worker per core on; the cost is reported if it was measured.
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.worker_bytes:
-            evidence.append(f"the workers hold {size(loader.worker_bytes)} of their own")
+            evidence.append(f"the workers hold {size(loader.worker_bytes)} of memory")
         yield found(RULE, f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program", loader.place, evidence=evidence,
                     predicted=worth(profile, loader), how=how_known(profile))
 

@@ -1,12 +1,13 @@
-"""After the first evaluation the model stays in evaluation mode.
+"""After the first evaluation, the model stays in evaluation mode.
 
 What:
-    Inside the loop that trains, or a loop around it, `model.eval()` is called, and `model.train()` never is in that loop.
+    `model.eval()` is called inside the training loop, or a loop around it, but `model.train()` is never
+    called in that loop.
 Why it matters:
-    From the second epoch on (or the first evaluation on) Dropout drops nothing and BatchNorm uses frozen statistics while the weights
-    go on changing. The model overfits, or diverges, and no error is raised.
+    After the first evaluation, Dropout drops nothing and BatchNorm uses frozen statistics, while the weights
+    keep changing. The model overfits or diverges, without an error.
 How to mend it:
-    `model.train()` at the start of every epoch, or directly after the evaluation.
+    Call `model.train()` at the start of every epoch, or directly after the evaluation.
 Bad:
     import torch
 
@@ -60,12 +61,12 @@ def look(program: Program) -> Iterator[Finding]:
         for event in inside:
             if event.kind == "eval" and event.subject is not None and _is_trained(program, event, loop.events):
                 name = event.source.code(event.subject)
-                yield RULE.finding(f"`{name}` is put into evaluation mode in every pass of this loop, and never back into training mode", event.place,
+                yield RULE.finding(f"`{name}` is set to evaluation mode in every pass of this loop, but never back to training mode", event.place,
                                    f"{name}.train()  # at the start of the pass", others=[loop.source.place(loop.loop.node)])
 
 
 def _is_trained(program: Program, event: Event, training: list[Event]) -> bool:
-    """Whether the loop that trains calls that very module, with gradients: an average of the weights is only ever evaluated."""
+    """Return whether the training loop calls this module with gradients (averaged weights are not)."""
     assert event.subject is not None
     return any(isinstance(call.node, ast.Call) and call.kind == "call" and not any(call.within("torch.no_grad", "torch.inference_mode"))
                and program.values.same(call.source, call.node.func, event.source, event.subject) for call in training)
@@ -76,10 +77,10 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     asleep = int(modes.get("eval") or modes.get("False") or 0)
     awake = int(modes.get("train") or modes.get("True") or 0)
     concerned = [name for name in modules if name.startswith(DIFFERENT)]
-    if not asleep or awake or not concerned:  # parts that are frozen on purpose stand beside others that are not
+    if not asleep or awake or not concerned:  # with parts frozen on purpose, others are not frozen
         return
     _, _, places = habit(profile, "forward")
-    yield found(RULE, f"all {asleep} modules are in evaluation mode while they train, {', '.join(concerned)} among them", places[0] if places else None)
+    yield found(RULE, f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}", places[0] if places else None)
 
 
 RULE = Rule("FL016", "train_mode_not_restored", Severity.WRONG, __doc__, look=look, judge=judge)

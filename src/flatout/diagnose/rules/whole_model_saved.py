@@ -3,10 +3,12 @@
 What:
     `torch.save(model, path)` is given the module itself.
 Why it matters:
-    The file holds a pickle that names your classes and files. Rename, move or change them, and it does not load any more. Since torch
-    2.6 `torch.load` refuses it unless `weights_only=False` is given, which lets a file run any code.
+    The file is a pickle that names your classes and files. If you rename, move or change them, it no longer
+    loads. Since torch 2.6, `torch.load` rejects it without `weights_only=False`, which lets a file run any
+    code.
 How to mend it:
-    `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model that the code has made.
+    Use `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model
+    created by the code.
 Bad:
     import torch
 
@@ -34,7 +36,7 @@ def look(program: Program) -> Iterator[Finding]:
     for source, call in program.calls("torch.save"):
         if call.args and "Module" in (kinds := program.values.kinds(source, call.args[0])) and not kinds & {"dict", "list", "Tensor"}:
             told = ", ".join([f"{source.code(call.args[0])}.state_dict()", *(source.code(each) for each in [*call.args[1:], *call.keywords])])
-            yield RULE.finding(f"`{source.code(call.args[0])}` is saved as an object: the file breaks when a class is renamed, and loads only with "
+            yield RULE.finding(f"`{source.code(call.args[0])}` is saved as an object: the file breaks if you rename a class, and loads only with "
                                "weights_only=False", source.place(call), f"torch.save({told})")
 
 

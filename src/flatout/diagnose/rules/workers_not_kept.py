@@ -1,12 +1,13 @@
-"""The loader's workers are started again in every epoch.
+"""Every epoch restarts the loader's workers.
 
 What:
-    A loader with workers is iterated over once in every epoch, and has no `persistent_workers=True`.
+    A loader with workers is iterated over once in every epoch, without `persistent_workers=True`.
 Why it matters:
-    At the end of each epoch the workers end, and at the start of the next ones are forked again, which takes longer the larger the
-    program is; the first batches then have to be waited for. With short epochs that is a visible share.
+    The workers stop at the end of each epoch, and new ones are forked at the start of the next. Forking takes
+    longer the larger the program is, and the program then waits for the first batches. With short epochs,
+    this takes a noticeable share of the time.
 How to mend it:
-    `persistent_workers=True`.
+    Set `persistent_workers=True`.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -68,10 +69,10 @@ def look(program: Program) -> Iterator[Finding]:
                 continue
             options = {keyword.arg: keyword.value for keyword in call.keywords}
             workers = options.get("num_workers")
-            # A number that is not written out may be 0, where persistent_workers=True would be refused.
+            # A number that the source does not show may be 0: persistent_workers=True then raises an error.
             count = workers.value if isinstance(workers, ast.Constant) and isinstance(workers.value, int) else 0
             if count > 0 and not {None, "persistent_workers"} & options.keys():
-                yield RULE.finding(f"its {count} workers are started again in every epoch", origin.source.place(call),
+                yield RULE.finding(f"this loader restarts its {count} workers in every epoch", origin.source.place(call),
                                    f"{origin.source.code(call)[:-1]}, persistent_workers=True)")
 
 
@@ -81,7 +82,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
             continue
         epochs = f"{loader.begun} times for {loader.batches or profile.steps} batches"
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
-        yield found(RULE, said, loader.place, evidence=[f"that is {of_step(profile, begin_ms(profile, loader))}"], predicted=worth(profile, loader),
+        yield found(RULE, said, loader.place, evidence=[f"this takes {of_step(profile, begin_ms(profile, loader))}"], predicted=worth(profile, loader),
                     how=how_known(profile))
 
 

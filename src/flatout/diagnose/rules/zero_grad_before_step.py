@@ -3,10 +3,10 @@
 What:
     `zero_grad()` comes after `loss.backward()` and before `optimizer.step()`.
 Why it matters:
-    The step finds no gradients (`None`, or zeros), and nothing is learned from this batch. With momentum or weight decay the parameters
-    still move, so it looks like training.
+    The step finds no gradients (`None`, or zeros), and the model learns nothing from this batch. With
+    momentum or weight decay, the parameters still change, so it looks like training.
 How to mend it:
-    The order of a cycle is `zero_grad`, forward, `backward`, `step`.
+    Use the order `zero_grad`, forward, `backward`, `step`.
 Bad:
     import torch
 
@@ -45,12 +45,12 @@ def look(program: Program) -> Iterator[Finding]:
             dropping = _dropping(program, loop, step)
             if dropping is not None:
                 name = dropping.source.code(dropping.node)
-                yield RULE.finding(f"`{name}` throws the gradients away before `{step.source.code(step.node)}` on line {step.place.line} can use them",
+                yield RULE.finding(f"`{name}` discards the gradients before `{step.source.code(step.node)}` on line {step.place.line} can use them",
                                    dropping.place, f"{name}  # before the forward pass, or after the step", others=[step.place])
 
 
 def _dropping(program: Program, loop: StepLoop, step: Event) -> Event | None:
-    """The zero_grad that stands last before a step, with a backward pass before and none after it."""
+    """Return the last zero_grad between a backward pass and a step, or None."""
     found = None
     for event in reversed(loop.events[: loop.events.index(step)]):
         if not together(event, step):

@@ -1,12 +1,13 @@
 """Gradients are cleared inside the accumulation window.
 
 What:
-    The optimizer steps once in several batches (`if (i + 1) % n == 0`, or after an inner loop), but `zero_grad()` runs for every batch.
+    The optimizer steps once per several batches (`if (i + 1) % n == 0`, or after an inner loop).
+    `zero_grad()` runs for every batch.
 Why it matters:
-    Only the gradients of the last batch of each window are left when the optimizer steps: the work of all others is thrown away, and
-    the effective batch is not what the script says.
+    When the optimizer steps, only the gradients of the last batch of the window are left. The work of all
+    other batches is lost, and the effective batch size is not the one in the script.
 How to mend it:
-    Clear the gradients where the optimizer steps: directly after `step()`.
+    Clear the gradients where the optimizer steps, directly after `step()`.
 Bad:
     import torch
 
@@ -51,13 +52,13 @@ def look(program: Program) -> Iterator[Finding]:
                     continue
                 if _every_batch(loop, zero, step):
                     call = zero.source.code(zero.node)
-                    yield RULE.finding(f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} comes only "
-                                       "after several: those of all but the last are lost", zero.place, f"{call}  # directly after the step",
+                    yield RULE.finding(f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} runs only "
+                                       "after several: all gradients except the last are lost", zero.place, f"{call}  # directly after the step",
                                        others=[step.place])
 
 
 def window(loop: StepLoop, step: Event) -> ast.If | None:
-    """The ``if`` with a remainder in its test that lets an optimizer step only now and then."""
+    """Return the ``if`` with a modulo in its test that makes an optimizer step only every few passes."""
     return next((node for node, arm, _ in loop.arms(step) if arm == "body" and isinstance(node, ast.If) and step.loops[-1] is loop.loop
                  and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))), None)
 

@@ -1,12 +1,13 @@
 """Gradients are never cleared.
 
 What:
-    A training loop calls `loss.backward()` and `optimizer.step()`, and nothing ever clears the gradients.
+    A training loop calls `loss.backward()` and `optimizer.step()`, but never clears the gradients.
 Why it matters:
-    `backward()` adds to what is in `.grad`. Each step then follows the sum of all gradients since the first one: the longer the run,
-    the larger and the staler the step. The loss may even fall for a while, so nobody looks.
+    `backward()` adds to `.grad`. Each step then follows the sum of all gradients since the first one. The
+    longer the run, the larger and more outdated the step. The loss can still fall for a while, so the error
+    goes unnoticed.
 How to mend it:
-    Call `optimizer.zero_grad()` once in every cycle, before the first `backward()` of that cycle or after `step()`.
+    Call `optimizer.zero_grad()` once in every training step, before its first `backward()` or after `step()`.
 Bad:
     import torch
 
@@ -47,12 +48,12 @@ def look(program: Program) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
             name = step.source.code(step.subject) if step.subject is not None else "optimizer"
-            yield RULE.finding(f"`{name}` steps here, and its gradients are never cleared: each step follows the sum of all gradients so far", step.place,
+            yield RULE.finding(f"`{name}` steps here, but its gradients are never cleared: each step follows the sum of all gradients so far", step.place,
                                f"{name}.zero_grad()  # before the forward pass of every cycle")
 
 
 def uncleared(program: Program) -> Iterator[tuple[StepLoop, Event]]:
-    """The steps in whose loop nothing clears the gradients that they use."""
+    """Yield the optimizer steps whose loop never clears the gradients that they use."""
     for loop in program.step_loops:
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
         if any(event.source.dotted(event.node.func) == "torch.autograd.grad" for event in calls if isinstance(event.node, ast.Call)):
@@ -65,7 +66,7 @@ def uncleared(program: Program) -> Iterator[tuple[StepLoop, Event]]:
 
 
 def handed_over(program: Program, event: Event, step: Event) -> bool:
-    """Whether a function that cannot be seen gets the optimizer: it may clear its gradients."""
+    """Return whether a function without visible source gets the optimizer: it may clear the gradients."""
     assert isinstance(event.node, ast.Call)
     if program.functions_called(event.source, event.node) or step.subject is None:
         return False

@@ -1,9 +1,11 @@
 """Gradients are cleared outside the loop that steps.
 
 What:
-    `zero_grad()` stands in the loop over epochs, or before all loops, and `optimizer.step()` in the loop over batches.
+    `zero_grad()` is in the loop over epochs or before all loops, but `optimizer.step()` is in the loop over
+    batches.
 Why it matters:
-    `backward()` adds to what is in `.grad`. Within an epoch every step follows the sum of the gradients of all batches so far.
+    `backward()` adds to `.grad`. Within an epoch, every step follows the sum of the gradients of all batches
+    so far.
 How to mend it:
     Move `optimizer.zero_grad()` into the loop that steps.
 Bad:

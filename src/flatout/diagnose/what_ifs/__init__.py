@@ -1,7 +1,9 @@
-"""What-if bounds, one a file: how fast the step would be without one thing. They change the maths on purpose, and only inside a trial.
+"""What-if bounds, one per file: how fast the step would be without one cost.
 
-Each is a Lever that is switched on and off between blocks of steps of the running program; none is ever part of a Plan. The order of
-the table is the order in which they are shown.
+They change the maths on purpose, only inside a trial.
+
+Each is a Lever that is switched on and off between blocks of steps of the running program. None is ever part
+of a Plan. The table is in display order.
 """
 
 from flatout.diagnose.what_ifs.copies import LEVER as copies

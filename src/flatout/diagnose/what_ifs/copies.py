@@ -1,6 +1,6 @@
-"""What if every batch were on the device already: copies from the host are answered by device tensors that are kept.
+"""What if every batch were on the device already? Cached device tensors replace copies from the host.
 
-A kept tensor stands for every copy of its shape, dtype and place in the script.
+One cached tensor replaces every copy of its shape, dtype and place in the script.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-KEPT = 256  # different copies; a script with more of them moves parameters, say, and gets real ones
+KEPT = 256  # different copies; further ones, for example moved parameters, are real copies
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type == "cpu":
-        return Skip("the program trains on the CPU, so no batch is copied anywhere")
+        return Skip("the program trains on the CPU, so no batch is copied to a device")
     return Options((True,))
 
 
@@ -46,7 +46,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "images, labels = images.to(device), labels.to(device)  # once, before the loop, to see how long a step takes without copies"
+    return "images, labels = images.to(device), labels.to(device)  # once before the loop, to see the step time without copies"
 
 
 LEVER = Lever("copies", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

@@ -1,4 +1,4 @@
-"""What if Python never looked for garbage cycles: the collector is switched off."""
+"""What if Python never ran the garbage collector? The collector is switched off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.plan.words import Effect, Moment
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    return Options((True,)) if gc.isenabled() else Skip("the script has switched garbage collection off itself")
+    return Options((True,)) if gc.isenabled() else Skip("the script has already disabled garbage collection")
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -22,7 +22,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "gc.disable()  # and gc.collect() where a pause does not hurt"
+    return "gc.disable()  # and call gc.collect() where a pause does no harm"
 
 
 LEVER = Lever("gc", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

@@ -1,7 +1,8 @@
-"""What if batches were there already: the same few batches, again and again.
+"""What if batches were ready in advance? The same few batches are reused.
 
-The first batches that each loader hands out are kept; while this holds, the loader's iterator answers with them in turns. Evaluation
-(gradients off) gets its own batches as ever, and the real iterator goes on where it stood once this is over.
+The first batches of each loader are cached. While the what-if is active, the loader's iterator returns them
+in rotation. Evaluation (gradients off) gets its own batches as usual. Afterwards the real iterator continues
+from its position.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-KEPT = 4  # batches of each loader: lengths may differ from batch to batch
-SPARE_BYTES = 2**30  # more than this is not kept twice
+KEPT = 4  # batches per loader: lengths may differ from batch to batch
+SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_KEPT: WeakKeyDictionary[Any, dict[int, Kept]] = WeakKeyDictionary()  # scene -> data set -> batches; they outlive one switching
+_KEPT: WeakKeyDictionary[Any, dict[int, Kept]] = WeakKeyDictionary()  # scene -> data set -> batches, kept across switches
 
 
 class Kept:
-    """A few batches, handed out in turns, each time as if it were new."""
+    """A few batches, returned in rotation as if each were new."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset  # held, so that its identity stays its own
+        self.dataset = dataset  # a reference, so that its id is not reused
         self._batches: list[Any] = []
         self._versions: list[list[int]] = []
         self._spare: dict[int, Any] = {}
@@ -42,7 +43,10 @@ class Kept:
             self._spare[len(self._batches) - 1] = _rebuilt(batch, lambda tensor: tensor.clone())
 
     def give(self) -> Any:
-        """The next batch in new containers, because scripts take entries out of theirs; with new tensors where the script writes into them."""
+        """The next batch in new containers, because scripts remove entries.
+
+        The tensors are new, too, if the script wrote into the old ones.
+        """
         at = self._turn % len(self._batches)
         self._turn += 1
         if at in self._spare and _versions(self._batches[at]) != self._versions[at]:
@@ -52,7 +56,7 @@ class Kept:
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.loaders:
-        return Skip("the script prepares its batches itself, without a DataLoader")
+        return Skip("the script prepares its batches without a DataLoader")
     return Options((True,))
 
 
@@ -78,7 +82,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _rebuilt(thing: Any, tensor: Callable[[Any], Any]) -> Any:
-    """The same batch in new containers, its tensors through ``tensor``."""
+    """The same batch in new containers, with each tensor mapped by ``tensor``."""
     if hasattr(thing, "untyped_storage"):
         return tensor(thing)
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
@@ -113,7 +117,7 @@ def _bytes(batch: Any) -> int:
 
 
 def code(value: Value) -> str:
-    return "batch = next(iter(loader))\nwhile True: ...  # train on this one batch, to see how long a step takes without the loader"
+    return "batch = next(iter(loader))\nwhile True: ...  # train on this one batch, to see the step time without the loader"
 
 
 LEVER = Lever("loader", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, warms_up=True, page=__doc__)

@@ -1,6 +1,6 @@
-"""What if nothing were printed or logged: print, progress bars, loggers and metric writers are silent.
+"""What if nothing were printed or logged? print, progress bars, loggers and metric writers are muted.
 
-What a message is made of is still computed: the value of an f-string, the ``item()`` inside it.
+The content of a message is still computed: the value of an f-string, the ``item()`` inside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-# module that is loaded or not, what it owns, the methods that write
+# module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (
     ("torch.utils.tensorboard.writer", "SummaryWriter", ("add_",)),
     ("tensorboardX", "SummaryWriter", ("add_",)),
@@ -25,7 +25,7 @@ WRITERS = (
 
 
 class _Deaf:
-    """A stream in front of another: what is written to it is gone, everything else is the other's."""
+    """A stream wrapper that discards writes and passes everything else on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -63,7 +63,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "if step % 100 == 0:\n    print(...)  # seldom, in place of every step"
+    return "if step % 100 == 0:\n    print(...)  # every 100 steps instead of every step"
 
 
 LEVER = Lever("logging", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

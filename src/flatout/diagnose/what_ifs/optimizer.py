@@ -1,4 +1,4 @@
-"""What if updating the parameters cost nothing: the optimizer's step does nothing (engine/idle.py)."""
+"""What if the parameter update cost nothing? The optimizer's step does nothing (engine/idle.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.optimizers:
         return Skip("the script updates its parameters without an optimizer object")
     if scene.closure_steps and scene.backwards_in_last_step > 1:
-        return Skip("the optimizer runs forward and backward several times inside one step; without them there is no step")
+        return Skip("the optimizer runs forward and backward several times within one step; there is no step without it")
     return Options((True,))
 
 
@@ -25,7 +25,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "# optimizer.step()  # left out, to see how long a step takes without it"
+    return "# optimizer.step()  # commented out, to see the step time without it"
 
 
 LEVER = Lever("optimizer", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

@@ -1,7 +1,8 @@
-"""What if Python never waited for a tensor: item() and its like answer with the value that they had before at this place.
+"""What if Python never waited for a tensor? item() and similar calls return their previous value.
 
-A stale value is wrong, and good enough for a bound. Values that steer a loop would steer it for ever, so that a place which asks very
-often within one step gets a real answer again. The value "floats" leaves whole numbers alone, which often are lengths.
+A stale value is wrong but good enough for a bound. A stale value that controls a loop could keep it running
+forever, so a place that reads very often within one step gets a real value again. The option "floats"
+excludes integers, which are often lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
     def stale(really: Any) -> Any:
         def answer(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.requires_grad and tensor.grad_fn is None:  # a parameter: it is saved or averaged, not looked at
+            if tensor.requires_grad and tensor.grad_fn is None:  # a parameter: it is saved or averaged, not read
                 return really(tensor, *args, **kwargs)
             if scene.device_type != "cpu" and tensor.device.type == "cpu":
                 return really(tensor, *args, **kwargs)
@@ -57,7 +58,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return "total += loss.detach()  # in place of loss.item(), which is read once at the end"
+    return "total += loss.detach()  # instead of loss.item(); read it once at the end"
 
 
 LEVER = Lever("syncs", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

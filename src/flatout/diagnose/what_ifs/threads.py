@@ -1,4 +1,4 @@
-"""What if an operation used one thread fewer, or one more."""
+"""What if operations used one thread fewer, or one more?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flatout.plan.words import Effect, Moment
 
 def _fewer(facts: Facts, scene: Any) -> Options | Skip:
     now = scene.torch.get_num_threads()
-    # Where there are more than cores, one fewer is as bad: what is tried is one for each core.
-    return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("one thread is used already")
+    # If there are more threads than cores, try one thread per core.
+    return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("the program already uses one thread")
 
 
 def _more(facts: Facts, scene: Any) -> Options | Skip:
     now = scene.torch.get_num_threads()
-    return Options((now + 1,)) if now < facts.cores else Skip(f"all {facts.cores} cores are used already")
+    return Options((now + 1,)) if now < facts.cores else Skip(f"the program already uses all {facts.cores} cores")
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -1,13 +1,18 @@
 """One step of AdamW over many tensors, in one launch.
 
-Formula: p <- p (1 - lr wd); m <- m + (1 - b1)(g - m); v <- b2 v + (1 - b2) g^2; p <- p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-Where it is for: torch's own fused AdamW (torch._fused_adamw_) wants parameters, gradients and moments in one type. It is missing where
-    parameters are in half precision and their moments in float32; this kernel has float32 moments for float32, float16 and bfloat16
-    parameters. Where all are of one type, use torch.optim.AdamW(fused=True): no lever puts this kernel in its place.
-What bounds it: memory. Of a float32 parameter 16 bytes are read and 12 written, of a bfloat16 one 12 and 10; a dozen operations beside them.
-    A table of chunks (four addresses and a length each) is made by the host for every call: the gradients may lie elsewhere each time.
-Limits: dense tensors whose four members have the same strides, else the plain way for that tensor; no amsgrad, no maximize; not differentiable.
-Sources: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; torch.optim.AdamW for the order of operations.
+Formula: p <- p (1 - lr wd); m <- m + (1 - b1)(g - m); v <- b2 v + (1 - b2) g^2; p <- p - lr / (1 - b1^t) * m
+    / (sqrt(v) / sqrt(1 - b2^t) + eps).
+Where it is for: torch's own fused AdamW (torch._fused_adamw_) requires parameters, gradients and moments in
+    one type. It does not support parameters in half precision with moments in float32. This kernel has
+    float32 moments for float32, float16 and bfloat16 parameters. If all have one type, use
+    torch.optim.AdamW(fused=True): no lever replaces it by this kernel.
+What bounds it: memory. A float32 parameter takes 16 bytes of reads and 12 of writes, a bfloat16 one 12 and
+    10, with a dozen operations. The host builds a table of chunks (four addresses and a length each) for
+    every call, because gradients may move each time.
+Limits: dense tensors whose four members have the same strides, otherwise the plain implementation for that
+    tensor; no amsgrad, no maximize; not differentiable.
+Sources: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; torch.optim.AdamW for the order
+    of operations.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ def _updated(implementation: str, parameters: list[torch.Tensor], gradients: lis
 
 
 def moved_bytes(inputs: Inputs) -> int:
-    """Parameters and moments in and out, gradients in."""
+    """Parameters and moments are read and written, gradients read."""
     return sum(p.numel() * (3 * p.element_size() + 16) for p in inputs["parameters"])
 
 

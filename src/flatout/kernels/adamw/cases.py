@@ -1,4 +1,4 @@
-"""The situations of adamw: many small tensors, a chunk and one element more, half precision, an empty one, the first and a late step."""
+"""Cases of adamw: small tensors, a chunk plus one element, half precision, an empty tensor, two steps."""
 
 from __future__ import annotations
 

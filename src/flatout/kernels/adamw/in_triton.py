@@ -1,4 +1,7 @@
-"""One step of AdamW over chunks of many tensors in Triton, in one launch. Imported only where Triton is."""
+"""One step of AdamW over chunks of many tensors in Triton, in one launch.
+
+Imported only if Triton is available.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,6 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 def step(table: torch.Tensor, dtype: torch.dtype, *numbers: float) -> None:
-    """``table`` [chunks, 5] of addresses and lengths; parameters and gradients of ``dtype``, means and squares of float32."""
+    """``table`` [chunks, 5]: addresses and lengths. Parameters have type ``dtype``, moments float32."""
     with torch.cuda.device_of(table):  # Triton launches on the current device
         _step[(len(table),)](table, *numbers, T=TYPES[dtype], BLOCK=BLOCK)

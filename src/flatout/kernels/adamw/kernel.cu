@@ -1,7 +1,8 @@
 // One step of AdamW over chunks of many tensors, in one launch.
 //
-// A row of `table` is a chunk: addresses of its parameters, gradients, means and squares, and its length. Bound by memory: 16 bytes of
-// state are read and 8 written for every float32 parameter beside itself and its gradient; four neighbouring elements a thread.
+// A row of `table` is a chunk: addresses of its parameters, gradients, means and squares, and its length.
+// Memory-bound: in addition to a float32 parameter and its gradient, 16 bytes of state are read and 8
+// written. Each thread takes four adjacent elements.
 #include "flatout.cuh"
 
 template <typename T>

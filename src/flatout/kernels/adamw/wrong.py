@@ -1,4 +1,4 @@
-"""Mistakes that an AdamW step is prone to. The gate must reject each of them."""
+"""Typical mistakes of an AdamW step. The gate must reject each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_bias_correction(*args: Any, step: int, **more: Any) -> tuple[Tensor, ...]
 
 def eps_inside_the_root(parameters: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], step: int, lr: float,
                         weight_decay: float) -> tuple[Tensor, ...]:
-    """sqrt(v + eps): what Adam without correction would look like; shows where the squares are small."""
+    """sqrt(v + eps): like Adam without correction; visible if the squares are small."""
     shifted = reference(parameters, gradients, means, [v + 1e-5 for v in squares], step, lr, weight_decay=weight_decay)
     right = reference(parameters, gradients, means, squares, step, lr, weight_decay=weight_decay)
     return (*shifted[: 2 * len(parameters)], *right[2 * len(parameters):])
@@ -35,7 +35,7 @@ def step_from_zero(*args: Any, step: int, **more: Any) -> tuple[Tensor, ...]:
 
 
 def moments_in_half(parameters: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], **more: Any) -> tuple[Tensor, ...]:
-    """The means are kept in bfloat16."""
+    """Stores the means in bfloat16."""
     return reference(parameters, gradients, [m.bfloat16().to(m.dtype) for m in means], squares, **more)
 
 

@@ -1,11 +1,14 @@
-"""Crop, flip, normalise, cast and layout of a batch of uint8 images, in one pass.
+"""Crop, flip, normalise, cast and change the layout of a batch of uint8 images, in one pass.
 
-Formula: out = (image / 255 - mean) / std at the cropped and mirrored place, computed in float32 and rounded once to the output's type;
-    float32 has the bits of torchvision's RandomCrop, RandomHorizontalFlip, ToTensor and Normalize. A byte has 256 values, so all
-    arithmetic is a table of 256 entries a channel, which torch itself computes.
-What bounds it: memory. One byte is read and two or four are written for each output element; done by torch on the device, the same takes
-    six passes over float32. The table lies in shared memory (CUDA C++) or in the L1 cache (Triton).
-Limits: no interpolation; images of 67 million elements each at most (a batch may be larger); 48 channels in CUDA C++.
+Formula: out = (image / 255 - mean) / std at the cropped and mirrored place, computed in float32 and rounded
+    once to the output's type. float32 matches the bits of torchvision's RandomCrop, RandomHorizontalFlip,
+    ToTensor and Normalize. A byte has 256 values, so all arithmetic is a table of 256 entries per channel,
+    computed by torch itself.
+What bounds it: memory. Each output element takes one byte of reads and two or four of writes. With torch
+    operations on the device, the same takes six passes over float32. The table is in shared memory (CUDA C++)
+    or in the L1 cache (Triton).
+Limits: no interpolation; images of at most 67 million elements each (a batch may be larger); 48 channels in
+    CUDA C++.
 Sources: torchvision.transforms, RandomCrop, ToTensor, Normalize.
 """
 

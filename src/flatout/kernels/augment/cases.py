@@ -1,4 +1,4 @@
-"""The situations of augment: both layouts in and out, ragged sizes, padding, crops larger than the image, one channel, none at all."""
+"""Cases of augment: both layouts, ragged sizes, padding, large crops, one channel, an empty batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crop, flip, normalise, cast and layout of a batch of uint8 images in Triton. Imported only where Triton is."""
+"""The augment kernel in Triton. Imported only if Triton is available."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _augment(images, top, left, flip, table, out, H, W, C, h, w, padding, fill, 
 
 def augment(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
             source: tuple[int, int, int], size: tuple[int, int], padding: int, fill: int, hwc: bool, channels_last: bool) -> None:
-    """Fills ``out`` in its own memory order. ``source`` is (C, H, W) of the images, table [C, 256]."""
+    """Fills ``out`` in its memory order. ``source`` is (C, H, W) of the images, table [C, 256]."""
     channels, height, width = source
     blocks = triton.cdiv(channels * size[0] * size[1], BLOCK)
     with torch.cuda.device_of(images):  # Triton launches on the current device

@@ -1,8 +1,9 @@
 // Crop, flip, normalise, cast and layout of a batch of uint8 images, in one pass.
 //
-// A byte has 256 values, so scale and normalisation are a table of 256 floats a channel, made by torch: no division here, and torch's own
-// bits. The table lies in shared memory. Bound by memory: a byte in, two or four out. Threads walk the output in its own order and write 16 bytes
-// each; their reads fall on neighbouring bytes (mirrored where an image is flipped) and come from L1 but once.
+// A byte has 256 values, so scale and normalisation are a table of 256 floats per channel, made by torch: no
+// division here, and torch's own bits. The table is in shared memory. Memory-bound: a byte in, two or four
+// out. Threads walk the output in its order and write 16 bytes each. They read adjacent bytes (mirrored if an
+// image is flipped), all but once from L1.
 #include "flatout.cuh"
 
 template <typename T>
@@ -22,7 +23,7 @@ __device__ void augment(const unsigned char* images, const long long* top, const
     for (long long first = (static_cast<long long>(blockIdx.y) * blockDim.x + threadIdx.x) * together; first < all; first += stride) {
         Pack<T> made;
         for (int k = 0; k < together; k++) {
-            // Within an image everything fits into 32 bits, and 32-bit division is several times as fast.
+            // Indices within an image fit into 32 bits, and 32-bit division is several times as fast.
             const unsigned at = static_cast<unsigned>(first + k), C = channels, width = w, plane = h * w;
             const unsigned c = channels_last ? at % C : at / plane, pixel = channels_last ? at / C : at % plane;
             const long long i = pixel / width, j = pixel % width;

@@ -1,6 +1,9 @@
-"""Crop, flip, scale to [0, 1] and normalise, as torchvision's RandomCrop, RandomHorizontalFlip, ToTensor and Normalize do image by image.
+"""Crop, flip, scale to [0, 1] and normalise, as torchvision does image by image.
 
-    out[b, c, i, j] = (image[b, c, top_b + i - padding, left_b + j' - padding] / 255 - mean_c) / std_c      j' = w - 1 - j where flipped
+Like RandomCrop, RandomHorizontalFlip, ToTensor and Normalize:
+
+    out[b, c, i, j] = (image[b, c, top_b + i - padding, left_b + j' - padding] / 255 - mean_c) / std_c
+    j' = w - 1 - j if flipped
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from torch import Tensor
 
 def augment(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[int], mean: Tensor, std: Tensor, padding: int = 0, fill: int = 0,
             dtype: torch.dtype = torch.float32, layout: str = "chw", channels_last: bool = False) -> Tensor:
-    """[B, C, h, w] in ``dtype`` (float64 where mean is). images uint8, [B, C, H, W] or, with layout "hwc", [B, H, W, C]; top, left, flip [B]; mean, std [C]."""
+    """[B, C, h, w] in ``dtype`` (float64 if mean is).
+
+    images uint8, [B, C, H, W] or, with layout "hwc", [B, H, W, C]; top, left, flip [B]; mean, std [C].
+    """
     height, width = size
     made = []
     for at, image in enumerate(images.permute(0, 3, 1, 2) if layout == "hwc" else images):

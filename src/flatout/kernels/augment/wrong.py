@@ -1,4 +1,4 @@
-"""Mistakes that a batched crop and normalisation is prone to. The gate must reject each of them."""
+"""Typical mistakes of a batched crop and normalisation. The gate must reject each of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ reference: Any = module.augment
 
 
 def times_the_reciprocal(images: Tensor, *args: Any, mean: Tensor, std: Tensor, **more: Any) -> Tensor:
-    """Multiplies by 1/255 and 1/std: near, and not the same bits."""
+    """Multiplies by 1/255 and 1/std: close, but not bitwise equal."""
     zero, one = torch.zeros_like(mean), torch.ones_like(std)
     byte = reference(images, *args, mean=zero, std=one / 255, **{**more, "dtype": torch.float32})
     return ((byte.round() * (1 / 255) - mean[:, None, None]) * (1 / std[:, None, None])).to(more["dtype"])
@@ -29,14 +29,14 @@ def never_flipped(images: Tensor, *args: Any, flip: Tensor, **more: Any) -> Tens
 
 
 def flipped_before_the_crop(images: Tensor, *args: Any, flip: Tensor, **more: Any) -> Tensor:
-    """Mirrors the whole image, then crops: another part of it."""
+    """Mirrors the whole image, then crops another part of it."""
     axis = 2 if more["layout"] == "hwc" else 3
     mirrored = torch.where(flip[:, None, None, None], images.flip(axis), images)
     return reference(mirrored, *args, flip=torch.zeros_like(flip), **more)
 
 
 def padded_after_normalising(images: Tensor, *args: Any, mean: Tensor, std: Tensor, fill: int, **more: Any) -> Tensor:
-    """The border is 0 in the result, not what a black pixel becomes."""
+    """The border is 0 in the result instead of a normalised black pixel."""
     return reference(images, *args, mean=mean, std=std, fill=int(255 * float(mean[0])) if more["padding"] else fill, **more)
 
 

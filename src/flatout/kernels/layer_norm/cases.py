@@ -1,4 +1,4 @@
-"""The situations of layer_norm and rms_norm: ragged widths, one row, none, strides, large offsets, small variance."""
+"""Cases of layer_norm and rms_norm: ragged widths, one row, no rows, strides, large offsets, low variance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _case(centre: bool, shape: tuple[int, ...], width: int, dtype: torch.dtype, 
         rows *= size
     return Case(title + (f", mean {offset:g}" if offset else ""),
                 partial(_inputs, centre=centre, shape=shape, width=width, dtype=dtype, residual=residual, affine=affine, offset=offset, eps=eps), dtype,
-                # A mean far from zero costs the digits that it shares with every element.
+                # A mean far from zero costs the digits that every element shares with it.
                 _wanted(centre, residual, affine), terms=max(rows, width) * (1 + int(offset**2)), inside=2.0 if residual and dtype is not F32 else 0.0)
 
 

@@ -1,6 +1,7 @@
-"""Layer and RMS normalisation in Triton: one program a row, the row in registers. Imported only where Triton is.
+"""Layer and RMS normalisation in Triton. Imported only if Triton is available.
 
-Shapes: R rows, N columns, P programs that share the rows in the backward pass.
+One program per row keeps the row in registers. Shapes: R rows, N columns, P programs that share the rows in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
 
 def backward(dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
              centre: bool, dx: torch.Tensor, partial: torch.Tensor) -> None:
-    """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias, of the rows that each program took."""
+    """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias over the rows of each program."""
     rows, width = h.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(h):

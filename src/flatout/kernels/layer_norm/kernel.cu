@@ -1,7 +1,8 @@
-// Layer and RMS normalisation of rows, with a residual. One block a row; `centre` is 0 for RMS.
+// Layer and RMS normalisation of rows, with a residual. One block per row; `centre` is 0 for RMS.
 //
-// Bound by memory: a row is read once, kept in shared memory as float32 while its mean and variance are found, and written once.
-// Loads and stores are 16 bytes a thread, neighbours next to each other, where rows and pointers are aligned so.
+// Memory-bound: a row is read once, kept in shared memory as float32 while its mean and variance are
+// computed, and written once. If rows and pointers are aligned, each thread loads and stores 16 adjacent
+// bytes, next to those of the adjacent threads.
 #include "flatout.cuh"
 
 template <typename T>
@@ -19,7 +20,7 @@ __device__ void forward(const T* x, const T* residual, const T* weight, const T*
             Pack<T> a = *reinterpret_cast<const Pack<T>*>(x + i), b;
             if (residual) b = *reinterpret_cast<const Pack<T>*>(residual + i);
             for (int k = 0; k < PACK<T>; k++) {
-                // As torch does it: the sum is rounded to T before it is normalised, and given back.
+                // As in torch, the sum is rounded to T before it is normalised and returned.
                 if (residual) a.at[k] = rounded<T>(to_float(a.at[k]) + to_float(b.at[k]));
                 float v = to_float(a.at[k]);
                 row[i + k] = v;
@@ -36,7 +37,7 @@ __device__ void forward(const T* x, const T* residual, const T* weight, const T*
         }
     }
     const float m = centre ? block_sum(sum) / width : 0.0f;
-    // Each thread reads what it wrote itself, so no barrier is needed for `row`.
+    // Each thread reads only its own writes, so `row` needs no barrier.
     float squares = 0;
     const long long first = wide ? threadIdx.x * PACK<T> : threadIdx.x, stride = wide ? blockDim.x * PACK<T> : blockDim.x;
     const int together = wide ? PACK<T> : 1;
@@ -56,8 +57,9 @@ __device__ void forward(const T* x, const T* residual, const T* weight, const T*
     }
 }
 
-// Each block takes every gridDim.x-th row and keeps the sums for weight and bias in shared memory: a thread owns its columns, so
-// nothing is atomic and the result is the same every time. `partial` is [gridDim.x, 2, width]; torch adds up its first axis.
+// Each block takes every gridDim.x-th row and keeps the sums for weight and bias in shared memory. A thread
+// owns its columns, so nothing is atomic and the result is deterministic. `partial` is [gridDim.x, 2, width];
+// torch sums its first axis.
 template <typename T>
 __device__ void backward(const T* dy, const T* dh, const T* h, const T* weight, const float* mean, const float* rstd, T* dx, float* partial,
                          long long rows, long long width, long long centre) {
@@ -78,7 +80,7 @@ __device__ void backward(const T* dy, const T* dh, const T* h, const T* weight, 
         }
         along = block_sum(along) / width;
         total = centre ? block_sum(total) / width : 0.0f;
-        for (long long i = threadIdx.x; i < width; i += blockDim.x) {  // the row is still in the cache
+        for (long long i = threadIdx.x; i < width; i += blockDim.x) {  // the row is in the cache
             float g = to_float(dy[at + i]), normal = (to_float(h[at + i]) - m) * r;
             if (weight) g *= to_float(weight[i]);
             float d = (g - normal * along - total) * r;

@@ -1,7 +1,8 @@
-"""What a program calls, and its way to the fast implementations: torch.library operators with gradient and fake.
+"""The public functions and their torch.library operators with gradient and fake.
 
-One operator for layer and RMS normalisation (``centre``), forward and backward; ``implementation`` is "", the best there is for
-the tensors at hand, or one by name. Rows are made contiguous here, once; everything below sees x as [R, N].
+One operator serves layer and RMS normalisation (``centre``), forward and backward. ``implementation`` is ""
+(the best for the given tensors) or a name. Rows are made contiguous here, once; everything below sees x as
+[R, N].
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from flatout.kernels.kernel import has_triton
 
 SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
 TRITON_MAX_WIDTH = 16384  # a row must fit into the registers of one program
-CUDA_MAX_WIDTH = 12288  # float32 sums for weight and bias of one row in 96 KiB of shared memory (A100 and later have 163)
-BLOCKS = 256  # of the backward pass, at most: their partial sums for weight and bias cost BLOCKS * N * 8 bytes
+CUDA_MAX_WIDTH = 12288  # float32 sums for weight and bias in 96 KiB of shared memory (A100 and later have 163)
+BLOCKS = 256  # most blocks of the backward pass: their partial sums take BLOCKS * N * 8 bytes
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None,
                implementation: str = "") -> Tensor | tuple[Tensor, Tensor]:
-    """Layer normalisation over the last axis; with a residual, of x + residual, which is given back as well.
+    """Layer normalisation over the last axis; with a residual, of x + residual, which is returned as well.
 
-    x, residual [..., N]; weight, bias [N], of x's type. ``implementation``: "" (the best for these tensors), "plain", "triton", "cuda".
-    Differentiable once. Raises ValueError for what does not fit. Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
+    x, residual [..., N]; weight, bias [N], of x's type. ``implementation``: "" (the best for these tensors),
+    "plain", "triton", "cuda". Differentiable once. Raises ValueError for inputs that do not match.
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """
     _must_fit(x, residual, weight, bias)
     y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, bias, residual, eps, True, implementation)
@@ -35,7 +37,10 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None,
              implementation: str = "") -> Tensor | tuple[Tensor, Tensor]:
-    """Root-mean-square normalisation; as ``layer_norm``, without mean and bias. Source: Zhang and Sennrich, 2019."""
+    """Root-mean-square normalisation, like ``layer_norm`` without mean and bias.
+
+    Source: Zhang and Sennrich, 2019.
+    """
     _must_fit(x, residual, weight)
     y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, None, residual, eps, False, implementation)
     return y if residual is None else (y, h)
@@ -67,7 +72,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Ten
 
 def backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, centre: bool,
              implementation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of h (so of x and of the residual), weight and bias; the last two [N], in float32 or better."""
+    """Gradients of h (so of x and the residual), weight and bias; the last two [N], in float32 or better."""
     width = h.shape[-1]
     rows = h.numel() // width if width else 0
     way = implementation or best(h)
@@ -90,15 +95,15 @@ def backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, me
 
 
 def _must_fit(x: Tensor, residual: Tensor | None, *of_columns: Tensor | None) -> None:
-    """The kernels take addresses: what has another shape, type or place would be read as something else."""
+    """Check inputs: the kernels take addresses, so another shape, type or device would be misread."""
     for tensor, shape in ((residual, x.shape), *((each, x.shape[-1:]) for each in of_columns)):
         if tensor is not None and (tensor.shape != shape or tensor.dtype is not x.dtype or tensor.device != x.device):
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)} on {x.device}, and beside it is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
-                             f"wanted is the same type and place, and shape {tuple(shape)}")
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)} on {x.device}, but another input is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
+                             f"it must have the type and device of x, and shape {tuple(shape)}")
 
 
 def best(x: Tensor) -> str:
-    """Which implementation suits this tensor. On a CPU torch's own vectorised one."""
+    """The best implementation for this tensor: on a CPU, torch's own vectorised one."""
     width = x.shape[-1]
     if not x.is_cuda or x.dtype not in SUFFIX or not width:
         return "plain"
@@ -113,7 +118,7 @@ def _plain_forward(shape: Any, x: Tensor, weight: Tensor | None, bias: Tensor | 
                    centre: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h = x if residual is None else x + residual
     kept = torch.float64 if h.dtype is torch.float64 else torch.float32
-    v = h.to(kept)  # torch's own gives the statistics of bfloat16 rows in bfloat16 on a CPU: too little for a gradient
+    v = h.to(kept)  # on a CPU, torch returns statistics of bfloat16 rows in bfloat16, too coarse for a gradient
     if centre and h.numel():
         wider, offset = (None if each is None else each.to(kept) for each in (weight, bias))
         y, mean, rstd = torch.ops.aten.native_layer_norm(v, (h.shape[-1],), wider, offset, eps)

@@ -1,4 +1,4 @@
-"""Mistakes that a normalisation is prone to. The gate must reject each of them."""
+"""Typical mistakes of a normalisation. The gate must reject each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def eps_outside_the_root(x: Tensor, weight: Tensor | None = None, bias: Tensor |
 
 
 def bessel(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
-    """The unbiased variance, which torch.var gives by default."""
+    """The unbiased variance, the default of torch.var."""
     h = x if residual is None else x + residual
     return _finish((h - h.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, correction=min(1, h.shape[-1] - 1)) + eps), h, weight, bias, residual)
 
@@ -33,7 +33,7 @@ def padded_columns_counted(x: Tensor, weight: Tensor | None = None, bias: Tensor
 
 
 def statistics_in_half(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
-    """Sums kept in bfloat16."""
+    """Sums in bfloat16."""
     h = x if residual is None else x + residual
     mean = h.to(torch.bfloat16).mean(-1, keepdim=True).to(h.dtype)
     return _finish((h - mean) / torch.sqrt((h - mean).square().mean(-1, keepdim=True) + eps), h, weight, bias, residual)

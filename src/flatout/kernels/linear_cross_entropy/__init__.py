@@ -1,15 +1,17 @@
-"""A linear layer and the cross entropy after it, without holding the logits.
+"""A linear layer and its cross entropy, without storing the logits.
 
-Formula: loss = mean over targets that count of logsumexp(z) - (1 - s) z_target - s mean(z), with z = x weight' + bias and s the
-    label smoothing. Gradient of z: softmax(z) - s / V, less 1 - s at the target.
-What it saves: plain, a batch of N rows and V classes holds N V logits, as many log-probabilities and as many gradients. Here a chunk
-    of rows at a time is held, at most a sixteenth of them, and the gradient of the weight, V D.
-What bounds it: arithmetic, the three matrix products of 2 N V D operations each, which run at torch's own rate; between them a
-    chunk of logits is read twice and written once by one kernel. On Tensor Cores a V whose rows are no multiple of 16 bytes is made one of 64 for
-    the products, by a copy of the weight.
+Formula: loss = mean over counted targets of logsumexp(z) - (1 - s) z_target - s mean(z), with z = x weight' +
+    bias and s the label smoothing. Gradient of z: softmax(z) - s / V, less 1 - s at the target.
+What it saves: the plain computation of N rows and V classes stores N V logits, as many log-probabilities and
+    as many gradients. This kernel stores one chunk of rows at a time, at most a sixteenth of them, and the
+    gradient of the weight, V D.
+What bounds it: arithmetic, the three matrix products of 2 N V D operations each, which run at torch's own
+    rate. Between them, one kernel reads a chunk of logits twice and writes it once. If rows of V are not a
+    multiple of 16 bytes, Tensor Cores multiply by a copy of the weight whose V is a multiple of 64.
 Limits: reductions "mean" and "sum", class numbers as targets, no class weights; differentiable once.
-Sources: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; gradients in the forward pass by chunks of rows as in
-    Hsu et al., Liger Kernel, 2024, and Wijmans et al., Cut Your Losses, 2024, for what else can be saved.
+Sources: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; gradients in the forward
+    pass by chunks of rows as in Hsu et al., Liger Kernel, 2024, and Wijmans et al., Cut Your Losses, 2024,
+    for further savings.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from flatout.kernels.linear_cross_entropy.op import OPERATORS, SOURCE, linear_cr
 
 
 def flops(inputs: Inputs) -> int:
-    """Of forward and backward together: three products."""
+    """Operations of forward and backward together: three products."""
     (rows, width), classes = inputs["x"].shape, inputs["weight"].shape[0]
     return 6 * rows * width * classes
 

@@ -1,4 +1,4 @@
-"""The situations of linear_cross_entropy: ragged vocabularies, also in longer rows, ignored targets, all of them ignored, smoothing, chunks, none at all."""
+"""Cases of linear_cross_entropy: ragged and padded vocabularies, ignored targets, chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDED = [
     ((5, 4, 7, F32, True, 0.3, "mean", 0.1, 1.0), 64), ((4, 8, 257, F16, True, 0.25, "mean", 0.1, 1.0), 64),
     ((6, 8, 130, BF16, False, 0.2, "sum", 0.0, 1.0), 64), ((3, 6, 1000, F32, True, 1.0, "sum", 0.0, 1.0), 3),
     ((4, 4, 64, F32, True, 0.0, "mean", 0.0, 60.0), 64),
-]  # and the multiple of classes that the products are made with
+]  # each with the multiple of classes for the products
 LARGE = [(256, 128, 50257, F32, "any"), (8192, 768, 50257, F32, "gpu"), (8192, 768, 50257, BF16, "gpu"), (8192, 4096, 128256, BF16, "gpu")]
 
 
@@ -35,7 +35,7 @@ def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, i
           pad_to: int = 0) -> Case:
     title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (f", smoothing {smoothing:g}" if smoothing else "")
     title += (f", {100 * ignored:.0f} % ignored" if ignored else "") + (f", in multiples of {pad_to}" if pad_to else "")
-    # exp() carries the error of a logit over, so logits of 60 lose as many digits as 60 has.
+    # exp() turns the absolute error of a logit into a relative one, so logits of 60 lose the digits of 60.
     return Case(title, partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype, bias=bias, ignored=ignored, reduction=reduction,
                                smoothing=smoothing, scale=scale, pad_to=pad_to), dtype,
                 ("x", "weight", *(("bias",) if bias else ())), terms=int((width + rows) * (1 + scale**2)), inside=0.0 if dtype is F32 else 8.0)
@@ -47,7 +47,7 @@ def _all_ignored() -> Case:
 
 
 def _in_chunks(pad_to: int = 0) -> Case:
-    """More rows than one chunk takes: 20 x 14,000 logits are 1.1 MB."""
+    """More rows than one chunk: 20 x 14,000 logits are 1.1 MB."""
     title = "20 rows of 3, 14,000 classes, float32, in chunks" + (f", in multiples of {pad_to}" if pad_to else "")
     return Case(title, partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1, pad_to=pad_to), F32, ("x", "weight"), terms=14_000)
 

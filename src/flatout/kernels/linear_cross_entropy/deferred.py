@@ -1,12 +1,16 @@
-"""Logits that are not computed until somebody looks: so that the loss can be taken without them, in a model that is not touched.
+"""Defer logits until something reads them.
 
-``linear(x, weight, bias)`` gives a tensor without memory that knows how it would be made. Views of its leading axes, slices, copies and
-casts are such tensors again. ``F.cross_entropy`` of one becomes ``linear_cross_entropy`` of x, weight and bias. Everything else that
-meets it computes the logits, once, and goes on with them: an argmax for the accuracy, a print, an operation in place, a
-gradient that arrives from elsewhere. So what a program sees is what it would have seen.
+This lets an unmodified model compute its loss without them.
 
-Two things need care. Logits may be looked at after the optimizer has changed the weight: ``before_step`` keeps a copy of the weight for
-those that are alive then and were never computed. And a hook on the logits must see their gradient, so with one there is no shortcut.
+``linear(x, weight, bias)`` returns a tensor without memory that records how to compute it. Views of its
+leading axes, slices, copies and casts are such tensors again. ``F.cross_entropy`` of one becomes
+``linear_cross_entropy`` of x, weight and bias. Any other operation computes the logits, once, and continues
+with them: an argmax for the accuracy, a print, an in-place operation, a gradient from another source. So the
+program sees the same values as without deferral.
+
+Two cases need care. The program may read logits after the optimizer has changed the weight: ``before_step``
+keeps a copy of the weight for live logits that were never computed. And a hook on the logits must see their
+gradient, so logits with a hook take no shortcut.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ _alive: weakref.WeakSet[Origin] = weakref.WeakSet()
 
 
 class Origin:
-    """Where the values of some deferred tensors come from: a linear layer, or a copy of another deferred tensor."""
+    """The source of the values of deferred tensors: a linear layer, or a copy of another deferred tensor."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Deferred, Any] | None = None) -> None:
         self.x, self.weight, self.bias, self.copied = x, weight, bias, copied
@@ -47,11 +51,11 @@ class Origin:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has looked at these values, or at those that they are a copy of, and nobody waits for their gradient."""
+        """Whether nothing has read these values or their source, and nothing waits for their gradient."""
         return self.values is None and not self.watched and (self.copied is None or self.copied[0].origin.untouched)
 
     def compute(self) -> Tensor:
-        """The values, without a gradient: the very product that the layer would have made."""
+        """The values, without a gradient: the same product as the layer's."""
         if self.values is not None:
             return self.values
         if self.copied is not None:
@@ -60,29 +64,29 @@ class Origin:
             self.copied = None
             return self._computed()
         if self.kept is None and not self.unchanged:
-            raise RuntimeError("these logits are looked at after the weights that make them were changed outside of an optimizer, "
-                               "and fused_ops had not computed them: run without fused_ops.")
+            raise RuntimeError("the program reads these logits after changing their weights outside an optimizer, "
+                               "and fused_ops has not computed them: run without fused_ops.")
         weight, bias = self.kept or (self.weight, self.bias)
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             self.values = F.linear(self.x.detach(), weight.detach(), None if bias is None else bias.detach())
         return self._computed()
 
     def _computed(self) -> Tensor:
-        """Lets go of the graph and of the weights."""
+        """Release the graph and the weights."""
         assert self.values is not None
         self.kept, self.x, self.weight, self.bias = None, self.x.detach(), self.weight.detach(), None
         return self.values
 
 
 class Deferred(torch.Tensor):
-    """A tensor [..., V] that has a shape, a type and a place in the graph, and no values yet."""
+    """A tensor [..., V] with a shape, a type and a place in the graph, but no values yet."""
 
     origin: Origin
-    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # views, from the origin's values to this tensor's
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # views from the origin's values to this tensor
 
     @staticmethod
     def __new__(cls: type[Deferred], origin: Origin, steps: Any, like: Tensor) -> Deferred:
-        """``like`` has no memory either: a meta tensor of the shape, strides and type."""
+        """``like`` has no memory either: a meta tensor with the shape, strides and type."""
         made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)
         made.origin, made.steps = origin, steps
         return made
@@ -119,7 +123,7 @@ class Deferred(torch.Tensor):
         changes = function._schema.is_mutable
         if changes and isinstance(first, Deferred):
             for copy in list(first.origin.copies):
-                copy.compute()  # what was copied before the change must not see it
+                copy.compute()  # copies from before the change must not see it
         result = function(*torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, tuple(args)),
                           **torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, kwargs))
         return first if changes and isinstance(first, Deferred) and isinstance(result, Tensor) else result
@@ -132,7 +136,7 @@ WATCHES = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
 class _Linear(torch.autograd.Function):
-    """The node of the layer in the graph: gradients that reach the logits by any other way than the loss go through it."""
+    """The node of the layer in the graph, for gradients that reach the logits other than through the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, origin: Origin) -> Tensor:
@@ -163,8 +167,11 @@ class _Values(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias) whose values wait. x [..., D], ordinary tensors all; under autocast the product is autocast's."""
-    if torch._C._are_functorch_transforms_active():  # per-sample gradients and the like see through tensors to other ones
+    """F.linear(x, weight, bias) with deferred values.
+
+    x [..., D]; all ordinary tensors. Under autocast, the product uses autocast's type.
+    """
+    if torch._C._are_functorch_transforms_active():  # functorch transforms unwrap tensors
         return F.linear(x, weight, bias)
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -185,9 +192,10 @@ def plain(deferred: Tensor) -> Tensor:
 
 
 def before_step() -> None:
-    """Weights are about to change: keep them for the logits that are alive and may still be looked at. One copy a weight.
+    """Keep the weights, which are about to change, for live logits that may still be read.
 
-    Logits that are alive at a second step are being collected, so they are computed, and their weight let go.
+    One copy per weight. Logits that are alive at a second step are being collected. So they are computed, and
+    their weight is released.
     """
     kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
     for origin in list(_alive):
@@ -203,14 +211,14 @@ def before_step() -> None:
 
 
 def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred | None:
-    """The result of an operation that leaves the last axis alone, without computing anything; None for all others."""
+    """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
         return None
     if function is aten._to_copy.default and torch.device(kwargs.get("device") or deferred.device) != deferred.device:
         return None
     like = torch.empty_strided(deferred.shape, deferred.stride(), dtype=deferred.dtype, device="meta")
     if function in COPIES:
-        # A copy of what has been computed already is an ordinary copy.
+        # A copy of computed values is an ordinary copy.
         if not deferred.origin.untouched:
             return None
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
@@ -227,7 +235,7 @@ def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kw
 
 
 def _rows(deferred: Deferred) -> Tensor:
-    """x at the rows of this tensor, attached to the graph: the same views, on [..., D] in place of [..., V]."""
+    """x at the rows of this tensor, attached to the graph: the same views on [..., D] instead of [..., V]."""
     copied = deferred.origin.copied
     rows = deferred.origin.x if copied is None else _rows(copied[0])
     width = rows.shape[-1]
@@ -241,7 +249,10 @@ def _rows(deferred: Deferred) -> Tensor:
 
 def _loss_without_logits(input: Any = None, target: Any = None, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
                          reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
-    """F.cross_entropy where it can be had without the logits; None where it cannot. Parameters as those of F.cross_entropy."""
+    """F.cross_entropy without the logits if possible, otherwise None.
+
+    Takes the parameters of F.cross_entropy.
+    """
     if not isinstance(input, Deferred) or not (torch.is_grad_enabled() and input.requires_grad) or isinstance(target, Deferred):
         return None
     origin = input.origin
@@ -257,4 +268,4 @@ def _loss_without_logits(input: Any = None, target: Any = None, weight: Any = No
     return loss.to(dtype)
 
 
-COUNT = [0]  # losses that were taken without logits in this process
+COUNT = [0]  # losses computed without logits in this process

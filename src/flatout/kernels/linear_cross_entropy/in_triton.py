@@ -1,4 +1,7 @@
-"""The losses of a chunk of rows of logits, and their gradients in place of the logits, in Triton. Imported only where Triton is."""
+"""Losses of a chunk of rows of logits in Triton; their gradients replace the logits.
+
+Imported only if Triton is available.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRA
         inside = at < classes
         v = tl.load(start + at, mask=inside, other=-float("inf")).to(tl.float32)
         local = tl.maximum(most, tl.max(v, axis=0))
-        # All of a row may be minus infinity so far: (-inf) - (-inf) must not be asked for.
+        # All of a row may be minus infinity so far: avoid (-inf) - (-inf).
         safe = tl.where(local == -float("inf"), 0.0, local)
         total = total * tl.exp(most - safe) + tl.sum(tl.exp(v - safe), axis=0)
         most = local
@@ -34,7 +37,7 @@ def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRA
     one = log_sum - (1.0 - smoothing) * of_right
     if smoothing > 0.0:
         one -= smoothing * plain / classes
-    # A class that does not exist: torch stops the device; a loss that is not a number is as loud.
+    # An invalid class gives a NaN loss; torch aborts on the device.
     one = tl.where((right < 0) | (right >= classes), float("nan"), one)
     tl.store(loss + row, tl.where(counts, one, 0.0))
     if GRADIENT:
@@ -46,7 +49,10 @@ def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRA
 
 
 def losses(logits: torch.Tensor, classes: int, target: torch.Tensor, loss: torch.Tensor, ignore_index: int, smoothing: float, gradient: bool) -> None:
-    """Fills loss [n] in float32; with ``gradient`` replaces logits [n, V or more] by their gradients, which are zeros beyond the classes."""
+    """Fills loss [n] in float32; with ``gradient``, replaces logits [n, V or more] by their gradients.
+
+    Gradients beyond the classes are zeros.
+    """
     rows, columns = logits.shape
     block = min(triton.next_power_of_2(classes), MAX_BLOCK)
     with torch.cuda.device_of(logits):  # Triton launches on the current device

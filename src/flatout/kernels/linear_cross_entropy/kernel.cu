@@ -1,8 +1,10 @@
-// The losses of a chunk of rows of logits, and, in place of the logits, their gradients (before any scaling by the batch).
+// The losses of a chunk of rows of logits; their gradients, before any scaling by the batch, replace the
+// logits.
 //
-// One block a row, two passes over it: the first finds maximum, sum of exponentials (rescaled as the maximum grows: Milakov and
-// Gimelshein, 2018) and the plain sum, the second writes. Bound by memory: a row is read twice and written once, the second time from the
-// L2 cache. Loads and stores are 16 bytes a thread where the row is aligned so; sums over a block go by warp shuffles.
+// One block per row makes two passes. The first computes the maximum, the sum of exponentials (rescaled as
+// the maximum grows: Milakov and Gimelshein, 2018) and the plain sum; the second writes. Memory-bound: a row
+// is read twice, the second time from the L2 cache, and written once. Each thread loads and stores 16 bytes
+// if the row is aligned; sums over a block use warp shuffles.
 #include "flatout.cuh"
 
 template <typename T>
@@ -25,7 +27,7 @@ __device__ void losses(T* logits, const long long* target, float* loss, long lon
         if (local > most) { sum *= __expf(most - local); most = local; }
         for (int k = 0; k < together && i + k < classes; k++) {
             float v = to_float(a.at[k]);
-            // All of a row may be minus infinity so far: then there is nothing to add, and (-inf) - (-inf) must not be asked for.
+            // All of a row may be minus infinity so far: add nothing, and avoid (-inf) - (-inf).
             if (v != minus_infinity) sum += __expf(v - most);
             plain += v;
             if (i + k == right) of_right = v;
@@ -39,7 +41,7 @@ __device__ void losses(T* logits, const long long* target, float* loss, long lon
     if (threadIdx.x == 0) {
         float one = log_sum - (1 - smoothing) * of_right;
         if (smoothing > 0) one -= smoothing * plain / classes;
-        // A class that does not exist: torch stops the device; a loss that is not a number is as loud.
+        // An invalid class gives a NaN loss; torch aborts on the device.
         loss[blockIdx.x] = !counts ? 0.0f : right < 0 || right >= classes ? __int_as_float(0x7fffffff) : one;
     }
     if (!with_gradient) return;

@@ -1,14 +1,16 @@
-"""What a program calls: a linear layer and its cross entropy without ever holding the logits.
+"""The public operator: a linear layer and its cross entropy without storing all logits.
 
-The rows are taken in chunks. For each: logits by one matrix product, their losses, and in their place their gradients, from which the
-gradients of x, weight and bias follow by two more products; then the chunk's memory is used again. So the gradients exist when the
-forward pass ends, unscaled; the backward pass multiplies them by what comes from above (for "mean" over the number of targets),
-in float32, so that nothing underflows in float16. Three products in all, as many as the plain way needs.
+The rows are processed in chunks. For each chunk, one matrix product gives the logits; their gradients replace
+them in place; two more products give the gradients of x, weight and bias; then the chunk's memory is used
+again. So unscaled gradients exist when the forward pass ends. The backward pass multiplies them by the
+incoming gradient (for "mean", over the number of targets), in float32, so that nothing underflows in float16.
+In total there are three products, as many as in the plain computation.
 
-Tensor Cores multiply at their full rate where rows begin at multiples of 16 bytes, and that a buffer's rows are longer than what they hold does not
-help: each size of a product must be such a multiple. So where they are used and the vocabulary is none (50,257 in bfloat16), the products are made
-with a copy of the weight that has some rows of zeros more (50,304). The losses know of the real classes only, and the gradients of the
-others are zeros, which add nothing to the gradient of x and are cut off that of the weight.
+Tensor Cores run at full rate if rows begin at multiples of 16 bytes. Longer buffer rows do not help: each
+size of a product must be such a multiple. If Tensor Cores are used and the vocabulary is not a multiple
+(50,257 in bfloat16), the products use a copy of the weight with extra rows of zeros (50,304). The losses use
+only the real classes. The gradients of the extra classes are zeros: they add nothing to the gradient of x and
+are cut off that of the weight.
 """
 
 from __future__ import annotations
@@ -25,30 +27,31 @@ from flatout.kernels.kernel import has_triton
 
 SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
 REDUCTIONS = ("mean", "sum")
-CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # of logits at a time; on a GPU enough rows for a matrix product at full rate
-IN_ONE_BYTES = 1 << 20  # logits this small are not worth a loop
-CHUNKS = 16  # at least, of what is larger
-ROWS = 16  # in a chunk, at least
-OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # gradients that are wanted
-ALIGNED_BYTES, PADDED_TO = 16, 64  # what Tensor Cores ask of each row, and the multiple that is taken where it is none
+CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # logits per chunk; on a GPU, enough rows for full rate
+IN_ONE_BYTES = 1 << 20  # smaller logits are computed in one chunk
+CHUNKS = 16  # fewest chunks for larger ones
+ROWS = 16  # fewest rows per chunk
+OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # requested gradients
+ALIGNED_BYTES, PADDED_TO = 16, 64  # the alignment that Tensor Cores need, and the multiple used for padding
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                          label_smoothing: float = 0.0, implementation: str = "", pad_to: int = 0) -> Tensor:
     """cross_entropy(linear(x, weight, bias), target), a scalar in float32 (float64 for float64).
 
-    x [N, D]; weight [V, D] and bias [V] of x's type; target [N] of int64. ``reduction`` is "mean" or "sum". Differentiable once: a second
-    derivative raises RuntimeError. Raises ValueError for shapes that do not fit. ``implementation``: "" (the best here), "plain", "triton", "cuda".
-    ``pad_to``: the products are made with a multiple of so many classes; 0 takes what suits the device and the type. It changes no result.
+    x [N, D]; weight [V, D] and bias [V] of x's type; target [N] of int64. ``reduction`` is "mean" or "sum".
+    Differentiable once: a second derivative raises RuntimeError. Raises ValueError for shapes that do not
+    match. ``implementation``: "" (the best here), "plain", "triton", "cuda". ``pad_to``: pad the classes of
+    the products to this multiple; 0 chooses it by device and type. It changes no result.
     """
     if x.dim() != 2 or weight.dim() != 2 or target.shape != x.shape[:1] or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]")
     others = (weight,) if bias is None else (weight, bias)
     if any(each.dtype is not x.dtype or each.device != x.device for each in others) or (bias is not None and bias.shape != weight.shape[:1]) \
             or target.dtype is not torch.int64 or target.device != x.device:
-        raise ValueError(f"x is {x.dtype} on {x.device}; weight, and bias [V], must be so too, and target int64 there; target is {target.dtype}")
+        raise ValueError(f"x is {x.dtype} on {x.device}; weight and bias [V] must match, and target must be int64 there; target is {target.dtype}")
     if pad_to < 0:
-        raise ValueError(f"pad_to is a number of classes from 0, not {pad_to}")
+        raise ValueError(f"pad_to must be a number of classes >= 0, not {pad_to}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     wanted = 0
@@ -60,7 +63,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
 
 def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, wanted: int,
             implementation: str, pad_to: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss; the factor of all gradients; unscaled gradients of x, weight and bias (empty where not wanted)."""
+    """Loss; factor of all gradients; unscaled gradients of x, weight and bias (empty if not requested)."""
     way = implementation or best(x)
     rows, classes = x.shape[0], weight.shape[0]
     columns = padded(classes, pad_to or _suits(x, classes))
@@ -87,23 +90,23 @@ def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, igno
                 of_weight += gradient.t() @ x[part]
         if wanted & OF_BIAS:
             of_bias += gradient.sum(0, dtype=sums)
-        del gradient  # before the next chunk is made
+        del gradient  # before the next chunk
     return losses.sum() * factor, factor, of_x, of_weight[:classes], of_bias[:classes]
 
 
 def padded(classes: int, multiple: int) -> int:
-    """The next multiple from ``classes`` on."""
+    """The next multiple at or above ``classes``."""
     return -(-classes // multiple) * multiple
 
 
 def _suits(x: Tensor, classes: int) -> int:
-    """Of how many classes the products should be a multiple."""
+    """The multiple of classes that suits the products."""
     tensor_cores = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
     return PADDED_TO if x.is_cuda and tensor_cores and classes * x.element_size() % ALIGNED_BYTES else 1
 
 
 def chunk_rows(rows: int, classes: int, device_type: str) -> int:
-    """Rows whose logits are held at a time."""
+    """The rows per chunk of logits."""
     if 4 * rows * classes <= IN_ONE_BYTES:
         return max(rows, 1)
     by_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"]) // (4 * classes)
@@ -111,14 +114,17 @@ def chunk_rows(rows: int, classes: int, device_type: str) -> int:
 
 
 def best(x: Tensor) -> str:
-    """Which implementation suits this tensor."""
+    """The best implementation for this tensor."""
     if not x.is_cuda or x.dtype not in SUFFIX:
         return "plain"
     return "triton" if has_triton() else "cuda"
 
 
 def _losses(way: str, logits: Tensor, classes: int, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
-    """Fills ``losses``; gives the gradients of the logits, in their place where their type allows it. Those beyond the classes are zeros."""
+    """Fills ``losses``; returns the gradients of the logits, in place if their type allows it.
+
+    Gradients beyond the classes are zeros.
+    """
     if way == "triton":
         from flatout.kernels.linear_cross_entropy import in_triton
 
@@ -177,9 +183,9 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
     factor, *unscaled = ctx.saved_tensors
     if torch.is_grad_enabled():
-        raise RuntimeError("linear_cross_entropy can be differentiated once: its gradients are made in the forward pass. "
+        raise RuntimeError("linear_cross_entropy is differentiable only once, because the forward pass computes its gradients. "
                            "For a second derivative use torch.nn.functional.linear and cross_entropy.")
-    # Where no target counts, "mean" is 0 / 0: the loss is not a number, as torch's, and the gradients are zero, as torch's.
+    # If no target counts, "mean" is 0 / 0: as in torch, the loss is NaN and the gradients are zero.
     scale = torch.where(factor.isinf(), torch.zeros_like(factor), of_loss * factor)
     of_x, of_weight, of_bias = ((held * scale).to(dtype) if ctx.wanted & bit else None
                                 for held, bit, dtype in zip(unscaled, (OF_X, OF_WEIGHT, OF_BIAS), ctx.dtypes, strict=True))

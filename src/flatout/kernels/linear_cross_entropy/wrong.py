@@ -1,4 +1,4 @@
-"""Mistakes that a fused cross entropy is prone to. The gate must reject each of them."""
+"""Typical mistakes of a fused cross entropy. The gate must reject each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.kernels.linear_cross_entropy.reference import linear_cross_entropy 
 
 def mean_over_all_rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                        label_smoothing: float = 0.0, pad_to: int = 0) -> Tensor:
-    """Divides by the rows, ignored ones too."""
+    """Divides by all rows, including ignored ones."""
     total = reference(x, weight, target, bias, ignore_index, "sum", label_smoothing)
     return total / max(len(target), 1) if reduction == "mean" else total
 
@@ -29,7 +29,7 @@ def no_smoothing(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None 
 
 def no_maximum_taken_off(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                          label_smoothing: float = 0.0, pad_to: int = 0) -> Tensor:
-    """log(sum(exp(logits))) as it stands: overflows beyond 88."""
+    """log(sum(exp(logits))) without subtracting the maximum: overflows beyond 88."""
     logits = F.linear(x, weight, bias)
     return F.nll_loss(logits - logits.exp().sum(1, keepdim=True).log(), target, ignore_index=ignore_index, reduction=reduction) if not label_smoothing \
         else reference(x, weight, target, bias, ignore_index, reduction, label_smoothing)
@@ -37,7 +37,7 @@ def no_maximum_taken_off(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
 
 def last_chunk_left_out(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                         label_smoothing: float = 0.0, pad_to: int = 0) -> Tensor:
-    """Rows beyond the last full chunk of 16 do not give a gradient."""
+    """Rows beyond the last full chunk of 16 give no gradient."""
     keep = (torch.arange(len(x), device=x.device) < max(len(x) // 16 * 16, min(len(x), 16)))[:, None]
     return reference(torch.where(keep, x, x.detach()), weight, target, bias, ignore_index, reduction, label_smoothing)
 
@@ -52,7 +52,7 @@ def gradient_already_averaged(x: Tensor, weight: Tensor, target: Tensor, bias: T
 
 def gradient_not_times_what_comes_from_above(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
                                              reduction: str = "mean", label_smoothing: float = 0.0, pad_to: int = 0) -> Tensor:
-    """Right only where the loss itself is what is differentiated: no accumulation, no loss scale."""
+    """Right only if the loss itself is differentiated: no accumulation, no loss scale."""
     class Unscaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, loss):
@@ -67,7 +67,7 @@ def gradient_not_times_what_comes_from_above(x: Tensor, weight: Tensor, target: 
 
 def padding_takes_part(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                        label_smoothing: float = 0.0, pad_to: int = 0) -> Tensor:
-    """Classes that only make the rows longer are left in the softmax, as classes with a logit of zero."""
+    """Padding classes stay in the softmax, as classes with a logit of zero."""
     more = -weight.shape[0] % (pad_to or 1)
     longer = None if bias is None else F.pad(bias, (0, more))
     return reference(x, F.pad(weight, (0, 0, 0, more)), target, longer, ignore_index, reduction, label_smoothing)

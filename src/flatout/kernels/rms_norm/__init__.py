@@ -1,8 +1,8 @@
-"""Root-mean-square normalisation over the last axis, with a residual added before it.
+"""Root-mean-square normalisation over the last axis, with a preceding residual addition.
 
 Formula: h = x + residual; y = h / sqrt(mean(h^2) + eps) * weight, statistics in float32.
 Gradient: that of layer_norm without the terms of the mean.
-What bounds it: memory, as layer_norm; the kernels are those of layer_norm with ``centre`` switched off.
+What bounds it: memory, as layer_norm; the kernels are those of layer_norm with ``centre`` off.
 Limits: those of layer_norm.
 Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019.
 """

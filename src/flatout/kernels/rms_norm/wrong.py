@@ -1,4 +1,4 @@
-"""Mistakes that a root-mean-square normalisation is prone to. The gate must reject each of them."""
+"""Typical mistakes of a root-mean-square normalisation. The gate must reject each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def centred(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual
 
 
 def norm_for_mean(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
-    """The root of the sum, not of the mean, for widths that fill a block; scaled right only where the width is a power of four."""
+    """The root of the sum instead of the mean, for widths that fill a block.
+
+    The scale is right only if the width is a power of four.
+    """
     h = x if residual is None else x + residual
     root = 2.0 ** round(h.shape[-1].bit_length() / 2) if h.shape[-1] else 1.0
     y = h / (h.square().sum(-1, keepdim=True).sqrt() / root + eps)
@@ -24,12 +27,12 @@ def norm_for_mean(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, re
 
 
 def weight_plus_one(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
-    """Gemma's convention, y * (1 + weight), applied to a model that does not have it."""
+    """Gemma's convention, y * (1 + weight), applied to a model that does not use it."""
     return rms_norm(x, None if weight is None else weight + 1, eps, residual)
 
 
 def residual_not_in_the_sum(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
-    """The normalised row is right; the sum that is handed on is x alone."""
+    """The normalised row is right, but the returned sum is x alone."""
     found = rms_norm(x, weight, eps, residual)
     return found if residual is None else (found[0], x)
 

@@ -1,7 +1,8 @@
 """silu_mul: silu(a) * b, the gate of a SwiGLU layer, in one pass.
 
-Formula: y = a * sigmoid(a) * b. Gradient: dy/da = b * s * (1 + a * (1 - s)) with s = sigmoid(a); dy/db = a * s.
-What bounds it: memory. Two elements are read and one is written for each output; plain torch makes an intermediate of the same size.
+Formula: y = a * sigmoid(a) * b. Gradient: dy/da = b * s * (1 + a * (1 - s)) with s = sigmoid(a); dy/db = a *
+s. What bounds it: memory. Each output takes two reads and one write; plain torch stores an intermediate of
+the same size.
 Sources: Shazeer, GLU Variants Improve Transformer, 2020.
 """
 
@@ -23,7 +24,7 @@ ALL_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def moved_bytes(inputs: Inputs) -> int:
-    """What a forward pass must move at least: a and b in, y out."""
+    """The least traffic of a forward pass: a and b in, y out."""
     return 3 * inputs["a"].numel() * inputs["a"].element_size()
 
 

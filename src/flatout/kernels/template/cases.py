@@ -1,4 +1,4 @@
-"""The situations of silu_mul, for test and bench: ragged sizes, every type, a strided input, nothing at all, large values."""
+"""Cases of silu_mul: ragged sizes, every type, a strided input, no elements, large values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""silu_mul in Triton. Imported only where Triton is.
+"""silu_mul in Triton. Imported only if Triton is available.
 
-One program takes BLOCK neighbouring elements; the mask keeps the last program inside. Offsets are 64 bits wide.
+One program takes BLOCK adjacent elements; the mask keeps the last program in bounds. Offsets are 64 bits
+wide.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-// silu_mul in CUDA C++. A thread takes 16 bytes of each tensor at a time, neighbours next to each other; what is left over, or not
-// aligned to 16 bytes, goes element by element. Indices are 64 bits wide.
+// silu_mul in CUDA C++. Each thread takes 16 bytes of each tensor at a time, next to those of the adjacent
+// threads. The remainder, or data not aligned to 16 bytes, is processed element by element. Indices are 64
+// bits wide.
 #include "flatout.cuh"
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-// Calls at(i) for every element of this thread, or packs(i) for PACK<T> elements from i on.
+// Calls at(i) for every element of this thread, or packs_at(i) for PACK<T> elements from i on.
 template <typename T, typename Packs, typename At>
 __device__ void each(long long count, bool wide, Packs packs_at, At at) {
     const long long me = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, all = static_cast<long long>(gridDim.x) * blockDim.x;

@@ -1,4 +1,4 @@
-"""What a program calls: torch.library operators for silu_mul and its gradient, with the fakes that torch.compile needs."""
+"""The public torch.library operators for silu_mul and its gradient, with fakes for torch.compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAYS = {  # the file of each, and the package it cannot do without; likely fastest first
+WAYS = {  # the file of each and the package that it requires; likely fastest first
     "triton": (".in_triton", "triton"),
     "cuda": (".in_cuda", "torch"),
 }
@@ -17,9 +17,12 @@ HALVES_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def silu_mul(a: Tensor, b: Tensor, implementation: str = "") -> Tensor:
-    """silu(a) * b for a and b of one shape and type; differentiable once. ``implementation``: "" (the best here), or one by name."""
+    """silu(a) * b for a and b of one shape and type; differentiable once.
+
+    ``implementation``: "" (the best here), or a name.
+    """
     if a.shape != b.shape or a.dtype is not b.dtype:
-        raise ValueError(f"a is {a.dtype} {tuple(a.shape)} and b {b.dtype} {tuple(b.shape)}; they must be alike")
+        raise ValueError(f"a is {a.dtype} {tuple(a.shape)} and b {b.dtype} {tuple(b.shape)}; they must have the same shape and type")
     result: Tensor = torch.ops.silu_mul.forward(a, b, implementation)
     return result
 
@@ -48,7 +51,7 @@ def backward(g: Tensor, a: Tensor, b: Tensor, implementation: str) -> tuple[Tens
 
 
 def best(a: Tensor) -> str:
-    """Which implementation suits this tensor; on a CPU torch's own operations."""
+    """The best implementation for this tensor; on a CPU, torch's own operations."""
     if not a.is_cuda or a.dtype not in HALVES_AND_SINGLE:
         return "plain"
     return next((way for way, (_, package) in WAYS.items() if find_spec(package)), "plain")

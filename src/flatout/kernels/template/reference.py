@@ -1,4 +1,4 @@
-"""What silu_mul means, in plain torch. Works in float64, and is what every implementation is held to."""
+"""The definition of silu_mul in plain torch. Works in float64; every implementation is compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gate of silu_mul as a test. `flatout kernel check` shows the same, survives a crash, and runs CUDA C++ without a GPU."""
+"""The gate of silu_mul as a test.
+
+`flatout kernel check` runs the same checks, survives a crash, and runs CUDA C++ without a GPU.
+"""
 
 from __future__ import annotations
 

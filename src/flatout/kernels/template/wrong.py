@@ -1,4 +1,7 @@
-"""Mistakes that a kernel like silu_mul is prone to. The gate must reject each of them; one that it accepts shows a missing case."""
+"""Typical mistakes of a kernel like silu_mul.
+
+The gate must reject each of them; if it accepts one, a case is missing.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from torch import Tensor
 
 
 def last_block_left_out(a: Tensor, b: Tensor) -> Tensor:
-    """Only whole blocks of 16 elements are written."""
+    """Writes only whole blocks of 16 elements."""
     y = torch.nn.functional.silu(a) * b
     whole = y.numel() // 16 * 16
     return torch.where((torch.arange(y.numel(), device=y.device) < whole).view(y.shape), y, torch.zeros_like(y))
 
 
 def strides_ignored(a: Tensor, b: Tensor) -> Tensor:
-    """Takes memory order for index order."""
+    """Uses memory order as index order."""
     flat = torch.as_strided(a, (a.numel(),), (1,))
     return torch.nn.functional.silu(flat).view(a.shape) * b
 
 
 def half_the_gradient(a: Tensor, b: Tensor) -> Tensor:
-    """The gate's own derivative is forgotten."""
+    """Forgets the derivative of the gate."""
     return a * torch.sigmoid(a).detach() * b
 
 

@@ -1,3 +1,5 @@
-"""Values that are on the host before the script reads them: their copies (``copies.py``), which ones are read (``reads.py``), where the script keeps them
-(``names.py``).
+"""Copy values to the host before the script reads them.
+
+``copies.py`` makes the copies, ``reads.py`` learns which values are read, and ``names.py`` finds where the
+script keeps them.
 """

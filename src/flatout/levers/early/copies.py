@@ -1,8 +1,9 @@
-"""Copies of device values that began before the script asked for them.
+"""Copies of device values that begin before the script reads the values.
 
-A copy is begun on a stream of its own, behind the work that was queued when it began, and is waited for by its own event. It stands for its tensor only while
-that is alive, in the same memory, and was not written since. Pinned memory comes from torch's host allocator, which hands it out again only once the copy into
-it is done; the device's memory is recorded on the copying stream, so it is not handed out either.
+A copy runs on a separate stream, behind the work queued before it, and has its own event. It is valid only
+while its tensor is alive, in the same memory and unwritten. Torch's host allocator reuses pinned memory only
+after the copy into it is complete. The device memory is recorded on the copying stream, so it is not reused
+early either.
 
 Source: CUDA semantics in torch's documentation, "Memory management" and ``Tensor.record_stream``.
 """
@@ -15,12 +16,15 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-MOST_COPIES = 64  # of values that nobody has read yet
-MOST_LOOKS = 256  # at the allocator's segments, in all
+MOST_COPIES = 64  # of unread values
+MOST_LOOKS = 256  # reads of the allocator's segments, in total
 
 
 class Copy:
-    """``host`` is valid once ``wait`` has returned. ``stream`` is the one that the value was computed on, by its handle."""
+    """One copy.
+
+    ``host`` is valid after ``wait`` returns. ``stream`` is the handle of the computing stream.
+    """
 
     __slots__ = ("_mark", "host", "key", "original", "stream", "version")
 
@@ -35,17 +39,21 @@ class Copy:
 
 
 class Copies:
-    """By the address of the value. ``begin`` takes values [1 element, CUDA]; ``of`` answers the copy that stands for a tensor."""
+    """Copies by address. ``begin`` takes one-element CUDA values; ``of`` returns a tensor's valid copy."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.held: dict[int, Copy] = {}
         self.segments = Segments(torch)
-        self.streams: dict[int, Any] = {}  # those of the script that values were copied from, by their handles
-        self._sides: dict[tuple[int, int], Any] = {}  # device, thread -> the stream that copies; a stream that is entered belongs to one thread
+        self.streams: dict[int, Any] = {}  # handle -> a stream of the script
+        self._sides: dict[tuple[int, int], Any] = {}  # device, thread -> the copying stream; an entered stream belongs to one thread
 
     def begin(self, values: Iterable[tuple[Any, Any]]) -> None:
-        """``values``: (key, tensor). A value that another stream has computed, a graph's pool holds or a graph is recording is left out."""
+        """Begin copies of ``values``, pairs of key and tensor.
+
+        Leaves out values that another stream computed, that a graph's pool holds, or that a graph is
+        recording.
+        """
         by_device: dict[int, list[tuple[Any, Any]]] = {}
         for key, tensor in values:
             if self.of(tensor) is None:
@@ -88,10 +96,10 @@ class Copies:
             return bool(cuda.is_current_stream_capturing())
 
     def of(self, tensor: Any) -> Copy | None:
-        """The copy that stands for this tensor, or for one that shares its memory, as they are now; None where there is none."""
+        """The valid copy of this tensor or of one that shares its memory; None if there is none."""
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # a tensor without memory of its own; what is asked of it says so
+        except RuntimeError:  # a tensor without memory; the read itself reports it
             return None
         copy = self.held.get(address)
         if copy is None:
@@ -102,12 +110,13 @@ class Copies:
             return None
         if tensor is original:
             return copy
-        # A view counts writes with its original, ``tensor.data`` by itself: with none at all on either side, neither was written.
+        # A view shares the write count of its original; ``tensor.data`` has its own. If both are zero,
+        # neither was written.
         written = copy.version or tensor.is_inference() or tensor._version
         return None if written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg() else copy
 
     def written(self, memory: Iterable[Any]) -> None:
-        """Somebody writes into these tensors and does not count it."""
+        """Drop the copies of these tensors: they are about to be written without a count."""
         for tensor in memory:
             storage = tensor.untyped_storage()
             for address in [each for each in self.held if 0 <= each - storage.data_ptr() < storage.nbytes()]:
@@ -118,7 +127,10 @@ class Copies:
 
 
 class Segments:
-    """Which stream the allocator gave a piece of memory to. None for memory in the pool of a graph, which a replay writes without counting it."""
+    """Maps a memory address to the stream for which the allocator reserved it.
+
+    None for memory in the pool of a graph, which a replay writes without counting.
+    """
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -134,7 +146,7 @@ class Segments:
         return found[2] if found is not None else None
 
     def forget(self) -> None:
-        """Memory may have gone back to the device, and come again for another stream."""
+        """Drop the map: memory may have returned to the device and be reserved for another stream."""
         self._starts, self._segments = [], []
 
     def _find(self, address: int) -> tuple[int, int, int | None] | None:

@@ -1,4 +1,4 @@
-"""Where a script keeps its values: in variables, and in the lists, tuples, dictionaries and ``self`` that variables name."""
+"""Find where a script keeps its values: variables, and the containers and ``self`` that variables name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 MOST_INSIDE = 32  # longer lists hold data
 HOME = str(Path(__file__).resolve().parents[2]) + os.sep
-Name = tuple[CodeType, str, Any]  # the function, its variable, and a key or index inside of what that names; None for the variable itself
+Name = tuple[CodeType, str, Any]  # function, variable, key or index inside it; None for the variable itself
 Variables = Callable[[FrameType], Mapping[str, Any]]
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those of the script and of the libraries that it uses, from ``frame`` outwards, without torch's own and ours."""
+    """Frames of the script and its libraries from ``frame`` outwards, without those of torch and flatout."""
     while frame is not None:
         if not _is_torchs_or_ours(frame.f_code.co_filename):
             yield frame
@@ -30,7 +30,7 @@ def _is_torchs_or_ours(filename: str) -> bool:
 
 
 def tensors(frame: FrameType, variables_of: Variables, is_value: Callable[[Any], bool]) -> Iterator[tuple[Name, Any]]:
-    """All that ``is_value`` among what the function's variables name."""
+    """All values in the function's variables for which ``is_value`` is true."""
     for variable, value in list(_variables(frame, variables_of).items()):
         if is_value(value):
             yield (frame.f_code, variable, None), value
@@ -41,7 +41,7 @@ def tensors(frame: FrameType, variables_of: Variables, is_value: Callable[[Any],
 
 
 def named(frame: FrameType, names: Mapping[CodeType, Mapping[Name, Any]], variables_of: Variables) -> Iterator[tuple[Name, Any]]:
-    """What the function holds under these names at the moment."""
+    """The present values of these names in the function."""
     mine = names.get(frame.f_code)
     if not mine:
         return

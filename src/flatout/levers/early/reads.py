@@ -1,11 +1,13 @@
-"""Which values a script reads, learned in its first steps, and what it gets when it reads one of them.
+"""Learn in the first steps which values a script reads, and serve later reads from copies.
 
-Looked at are the moments at which much work is about to be queued: a backward pass begins, an optimizer steps. What is there by then and is read later need
-not wait for that work. In the first two steps every value with one element is noted at these moments: the roots of the backward pass, and what the script's
-variables name (``names.py``). From then on only those are copied that were read.
+Two moments matter, because much work is queued then: a backward pass begins, or an optimizer steps. A later
+read of a value that exists at that moment need not wait for this work. In the first two steps, every
+one-element value is recorded at these moments: the roots of the backward pass, and the values of the script's
+variables (``names.py``). After that, only values that were read are copied.
 
-Reads number 1, 2, 4, 8, ... of each value are made as torch makes them, too, and compared: a value that is written in a way that torch does not count
-(``tensor.data``, a kernel of the script's own) is found, and left alone.
+Reads number 1, 2, 4, 8, ... of each value also run as torch's own read, and the results are compared. This
+finds values that are written in a way that torch does not count (``tensor.data``, a custom kernel); they are
+left alone.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from flatout.levers.early.names import HOME, Name, named, script_frames, tensors
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
 MOST_PASSES = 1024  # backward passes after which learning ends in any case
-UNREAD = 16  # copies in a row that nobody has read: no more are made
+UNREAD = 16  # stop copying a value after this many unread copies in a row
 BACKWARD, UPDATE = "backward", "update"  # the moments
-WRITES = ("reduce", "broadcast", "gather", "scatter", "all_to_all", "alltoall", "recv")  # in the names of collectives, which write without counting it
-Key = tuple[str, Any]  # the moment at which a value is there, and where: a Name, or the place of a backward pass and the number of its root
+WRITES = ("reduce", "broadcast", "gather", "scatter", "all_to_all", "alltoall", "recv")  # in names of collectives, whose writes torch does not count
+Key = tuple[str, Any]  # the moment, and the place: a Name, or a backward pass and the number of its root
 
 
 @dataclass
@@ -39,19 +41,22 @@ class Wanted:
 
 
 class Early:
-    """What is known of the program of one scene. ``install`` puts it into effect until the ledger is restored, as often as wanted."""
+    """What is known of one program.
+
+    ``install`` activates it until the ledger is restored, any number of times.
+    """
 
     def __init__(self, scene: Any) -> None:
         self.torch, self._scene = scene.torch, weakref.ref(scene)
         self.copies = Copies(scene.torch)
         self.wanted: dict[Key, Wanted] = {}
-        self._seen: dict[int, tuple[weakref.ref[Any], Key]] = {}  # address -> a value that was there at a moment, while we learn
+        self._seen: dict[int, tuple[weakref.ref[Any], Key]] = {}  # address -> a value seen at a moment
         self._until: int | None = None  # the step in which learning ends
         self._passes = 0
         self._off = self._said = False
-        self._owed: set[int] = set()  # streams that a read would have waited for, and did not
+        self._owed: set[int] = set()  # streams that reads skipped waiting for
 
-    # -- moments ----------------------------------------------------------------------------------------------------
+    # -- moments ---------------------------------------------------------------------------------------------
 
     def install(self, scene: Any, ledger: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -89,7 +94,7 @@ class Early:
         return backward
 
     def _moment(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
-        """Begin the copies of what the script has read, in other steps, of the values that are there now."""
+        """Begin copies of the values that exist now and that the script read in earlier steps."""
         if self._off:
             return
         try:
@@ -99,14 +104,14 @@ class Early:
             if self.wanted:
                 self._begin(moment, scene, frame, roots)
         except Exception as error:
-            self._leave(f"values are read as before, for flatout made a mistake ({type(error).__name__}: {error})")
+            self._leave(f"values are read as before, because of an internal error ({type(error).__name__}: {error})")
 
     def _learns(self, moment: str, scene: Any, roots: Iterable[Any]) -> bool:
         self._passes += any(map(self._is_on_a_card, roots))
         if self._until is None:
             return self._passes <= MOST_PASSES
         if not self.wanted and scene.steps > self._until - LEARNING_STEPS and (moment == UPDATE or not scene.optimizers):
-            self._say("the program reads no value, step after step, that was computed before the backward pass or the update that it has to wait for")
+            self._say("the program reads no value regularly that existed before the backward pass or update that the read waits for")
         if scene.steps >= self._until or self._passes > MOST_PASSES:
             self._seen.clear()
             self._off = not self.wanted
@@ -122,7 +127,10 @@ class Early:
             self._until = scene.steps + LEARNING_STEPS
 
     def _roots(self, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """What a backward pass starts from, and what a GradScaler has scaled to it, by the place in the script that begins the pass."""
+        """The roots of a backward pass, and their values before a GradScaler.
+
+        The key is the place in the script that starts the pass.
+        """
         own = next(script_frames(frame), None)
         place = (own.f_code, own.f_lasti) if own is not None else None
         for at, root in enumerate(roots):
@@ -161,10 +169,10 @@ class Early:
             return False
         try:
             return bool(thing.data_ptr())
-        except RuntimeError:  # it has no memory of its own, or none any more
+        except RuntimeError:  # it has no memory
             return False
 
-    # -- reads ------------------------------------------------------------------------------------------------------
+    # -- reads -----------------------------------------------------------------------------------------------
 
     def _reading(self, really: Callable) -> Callable:
         kind, held, seen = self.torch.Tensor, self.copies.held, self._seen
@@ -180,7 +188,7 @@ class Early:
         return read
 
     def _to_host(self, really: Callable, asks: Callable[[tuple, dict], bool]) -> Callable:
-        """Of a method whose result may be on the host: a tensor that is not connected with the graph, in memory that is not pinned."""
+        """Wrap a method that may return a host tensor, detached from the graph and not pinned."""
         kind = self.torch.Tensor
 
         @wraps(really)
@@ -208,12 +216,12 @@ class Early:
         return copy
 
     def _waits_by_itself(self, caller: FrameType) -> None:
-        """A copy to the host that nobody waits for at once: the script may take its next read for the wait."""
+        """Handle a non-blocking copy to the host: the script may use its next read as the wait."""
         if not caller.f_code.co_filename.startswith(HOME):
             self.copies.clear()
 
     def _host(self, tensor: Any) -> Any:
-        """The value of this tensor in host memory, of the tensor's shape; None where it has to be read as before."""
+        """The value of this tensor in host memory, in its shape; None if it must be read as before."""
         copy = self.copies.of(tensor)
         if copy is None:
             self._learn(tensor)
@@ -229,7 +237,7 @@ class Early:
         return copy.host if tensor.shape == copy.host.shape else copy.host.reshape(tensor.shape)
 
     def _learn(self, tensor: Any) -> None:
-        """The script reads something that was there at one of the moments."""
+        """Record that the script reads a value that existed at one of the moments."""
         if not self._seen or tensor.numel() != 1:
             return
         noted = self._seen.get(tensor.data_ptr())
@@ -237,19 +245,22 @@ class Early:
             self.wanted.setdefault(noted[1], Wanted())
 
     def _is_right(self, tensor: Any, copy: Copy) -> bool:
-        """Whether the device still holds what was copied. Asked by torch's own methods, so that nobody who records the script's reads records this one."""
+        """Whether the device still holds the copied value.
+
+        It uses torch's own methods, so hooks that record the script's reads do not record this one.
+        """
         methods = self.torch._C.TensorBase
         bits = [methods.view(methods.reshape(methods.detach(each), (1,)), self.torch.uint8) for each in (methods.cpu(tensor), copy.host)]
         if methods.tolist(bits[0]) == methods.tolist(bits[1]):
             return True
         del self.wanted[copy.key]
-        self._say("a value is written between its computation and its read, in a way that torch does not count, so it is read as before")
+        self._say("a value is written between its computation and its read in a way that torch does not count, so it is read as before")
         return False
 
-    # -- what a read would have waited for --------------------------------------------------------------------------
+    # -- skipped waits --------------------------------------------------------------------------
 
     def _after_what_is_owed(self, really: Callable) -> Callable:
-        """A script may take a read for a wait, and ask for the time of its events."""
+        """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
         @wraps(really)
         def ask(*args: Any, **kwargs: Any) -> Any:
             while self._owed:
@@ -289,7 +300,7 @@ class Early:
 
 
 def _names_the_host(args: tuple, kwargs: dict) -> bool:
-    """Whether ``tensor.to`` is asked for a copy in host memory that is there when it returns, and for nothing else."""
+    """Whether ``tensor.to`` only requests a blocking copy in host memory."""
     if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
         return False
     return str(args[0] if args else kwargs.get("device")) == "cpu"
