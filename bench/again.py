@@ -43,12 +43,12 @@ import rescue
 from provenance import RESULTS, markdown_table, read_json, read_result, stamp, write_result
 from rescue import END_S, TERMINAL, end, environment, judged, last_line, undisturbed, wait_for
 
-from flatout.replay.tape import MARK
-from flatout.state.journal import BLOCK, HEADER, Entries
+from flatout.replay.value_log import MARK
+from flatout.state.journal import BLOCK, HEADER, JournalEntries
 
-FIRST_SAVE_S, SEAM_S = 240.0, 420.0
+FIRST_SAVE_S, RESUME_POINT_S = 240.0, 420.0
 REFUSED = 10  # exit code
-ANEW = "flatout: rescue keeps "  # printed after the first step
+FROM_SCRATCH = "flatout: rescue keeps "  # printed after the first step
 GOES_ON = re.compile(r"flatout: resumed exactly after step (\d+)(?:, reached in ([\d.]+) s; training had taken ([\d.]+) s)?")
 TIMES = re.compile(r"""
     (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
@@ -77,11 +77,11 @@ class Training:
     def saves(self) -> list[dict[str, Any]]:
         """Returns the manifests of all checkpoints, the newest last."""
         found = [read_json(path) for path in self.folder.glob(".flatout/*/rescue/step-*/manifest.json")]
-        return sorted((told for told in found if isinstance(told, dict)), key=lambda told: int(told["step"]))
+        return sorted((metadata for metadata in found if isinstance(metadata, dict)), key=lambda metadata: int(metadata["step"]))
 
     def exact(self) -> list[int]:
         """Returns the steps of the checkpoints from which the training can resume."""
-        return [told["step"] for told in self.saves() if told["told"].get("exact") == ""]
+        return [metadata["step"] for metadata in self.saves() if metadata["metadata"].get("exact") == ""]
 
     def live(self, number: int, how: signal.Signals) -> dict[str, Any]:
         """Runs until the signal ``how`` ends it, some time after a resumable checkpoint exists."""
@@ -94,15 +94,15 @@ class Training:
                                        start_new_session=True)
             try:
                 ready = (lambda: bool(self.exact())) if number == 0 else lambda: GOES_ON.search(err.read_text(errors="replace")) is not None
-                anew = lambda: bool(number) and ANEW in err.read_text(errors="replace")  # noqa: E731
-                wait_for(lambda: ready() or process.poll() is not None or anew(), FIRST_SAVE_S if number == 0 else SEAM_S)
+                from_scratch = lambda: bool(number) and FROM_SCRATCH in err.read_text(errors="replace")  # noqa: E731
+                wait_for(lambda: ready() or process.poll() is not None or from_scratch(), FIRST_SAVE_S if number == 0 else RESUME_POINT_S)
                 ready_s = time.monotonic()
                 life["ready_s"] = round(ready_s - began_s, 2)
                 if number == 0:
                     self.first_save_s = ready_s - began_s
                 if not ready():
                     silent = {"verdict": "WRONG", "why": "it started from scratch without a message"}
-                    return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
+                    return {**life, **(silent if from_scratch() else self._why_not(number, process.poll(), err))}
                 if number == 0 and self.first_s:  # late, so that every restart replays many steps
                     wait_for(lambda: process.poll() is not None, self.rng.uniform(self.first_s / 2, self.first_s))
                 elif self.rng.random() < 0.8:  # otherwise there are few steps to replay
@@ -121,21 +121,21 @@ class Training:
                 end(process)
         life["exit_code"] = process.returncode
         if number and (said := GOES_ON.search(err.read_text(errors="replace"))):
-            life["seam"] = int(said[1])
+            life["resume_point"] = int(said[1])
         return {**life, **self._kept(number)}
 
     def _why_not(self, number: int, code: int | None, err: Path) -> dict[str, Any]:
         said = [line.removeprefix("flatout: ") for line in err.read_text(errors="replace").splitlines() if line.startswith("flatout: ")]
         if code == REFUSED:
             return {"verdict": "refused", "why": next((line for line in said if "cannot resume exactly" in line), last_line(err))}
-        told = [line for line in said if "could not be resumed exactly" in line]
-        if number == 0 and told:
-            return {"verdict": "refused", "why": told[-1]}  # reported during training, so a kill would test nothing
+        metadata = [line for line in said if "could not be resumed exactly" in line]
+        if number == 0 and metadata:
+            return {"verdict": "refused", "why": metadata[-1]}  # reported during training, so a kill would test nothing
         if code is not None:
             return {"verdict": "failed", "why": f"exit code {code}: {last_line(err)}"}
         if number:
-            return {"verdict": "failed", "why": f"it did not resume within {SEAM_S:.0f} s"}
-        unsound = [told["told"].get("exact") for told in self.saves()]
+            return {"verdict": "failed", "why": f"it did not resume within {RESUME_POINT_S:.0f} s"}
+        unsound = [metadata["metadata"].get("exact") for metadata in self.saves()]
         return {"verdict": "failed", "why": f"no resumable checkpoint within {FIRST_SAVE_S:.0f} s" + (f": {unsound[-1]}" if unsound else "")}
 
     def _kept(self, number: int) -> dict[str, Any]:
@@ -146,17 +146,17 @@ class Training:
         if done.returncode:
             return {"kept": None, "not_kept": done.stderr.strip()[-300:]}
         name = re.search(r"(step-[\d-]+) is in ", done.stderr)[1]  # type: ignore[index]
-        told = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
-        step, inside, holds = told["step"], told["told"]["inside"], told["told"]["holds"]
-        return {"kept": step, "inside": inside, "updated": told["told"]["updated"], "exact": told["told"].get("exact"), "weights": digests_of(to),
-                "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in told["files"].values()),
+        metadata = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
+        step, inside, holds = metadata["step"], metadata["metadata"]["inside"], metadata["metadata"]["holds"]
+        return {"kept": step, "inside": inside, "updated": metadata["metadata"]["updated"], "exact": metadata["metadata"].get("exact"), "weights": digests_of(to),
+                "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in metadata["files"].values()),
                 **self._journal()}
 
     def _journal(self) -> dict[str, Any]:
         journals = sorted((path for path in self.folder.glob(".flatout/*/rescue/journal-*") if not path.suffix), key=lambda path: path.stat().st_mtime)
         if not journals:
             return {}
-        entries, size, bytes_ = Entries(), len(HEADER), journals[-1].read_bytes()
+        entries, size, bytes_ = JournalEntries(), len(HEADER), journals[-1].read_bytes()
         while size + BLOCK.size <= len(bytes_):
             length = BLOCK.unpack_from(bytes_, size)[0]
             payload = bytes_[size + BLOCK.size:size + BLOCK.size + length]
@@ -165,7 +165,7 @@ class Training:
             entries.take_up(payload)
             size += BLOCK.size + length
         marks = entries.codes.count(MARK)
-        return {"journal_bytes": size, "crossings": len(entries.codes) - marks, "journal_steps": marks}
+        return {"journal_bytes": size, "synchronisations": len(entries.codes) - marks, "journal_steps": marks}
 
 
 def digests_of(folder: Path) -> list[str]:
@@ -244,8 +244,8 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
             trainings.append(lives)
             for number, how in enumerate(ends):
                 lives.append(training.live(number, how))
-                told = {name: lives[-1][name] for name in ("seam", "ready_s", "kept", "verdict", "why") if name in lives[-1]}
-                print(f"    {script['name']}, {len(trainings)}.{number}, {how.name}: {told}", file=sys.stderr, flush=True)
+                metadata = {name: lives[-1][name] for name in ("resume_point", "ready_s", "kept", "verdict", "why") if name in lives[-1]}
+                print(f"    {script['name']}, {len(trainings)}.{number}, {how.name}: {metadata}", file=sys.stderr, flush=True)
                 lives[-1]["by_itself"] = lives[-1].get("by_itself") or ("kept" in lives[-1] and "journal_bytes" not in lives[-1])  # at its very end
                 if "verdict" in lives[-1] or lives[-1]["by_itself"]:
                     break
@@ -256,7 +256,7 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
         optimizers = max((life["optimizers"] for life in kept), default=0)
         count = (max((life["kept"] for life in kept), default=0) + 2) * max(optimizers, 1)
         as_it_was(home, original, top)
-        alone = Alone(script, folder, Path(text), count, optimizers) if any("seam" in life for lives in trainings for life in lives) else None
+        alone = Alone(script, folder, Path(text), count, optimizers) if any("resume_point" in life for lives in trainings for life in lives) else None
         rows = [row for number, lives in enumerate(trainings) for row in rows_of(lives, alone, Path(text) / str(number))]
         if options.keep:
             shutil.copytree(text, options.keep / script["name"], dirs_exist_ok=True)
@@ -293,8 +293,8 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
     for before, life in pairwise(lives):
         err = (place / f"{life['number']}.err").read_text(errors="replace")
         row: dict[str, Any] = {"after": before["how"], "first_save_s": first["ready_s"], "seam_s": life["ready_s"],
-                               **{name: before[name] for name in ("journal_bytes", "crossings", "journal_steps", "save_bytes") if name in before},
-                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself")
+                               **{name: before[name] for name in ("journal_bytes", "synchronisations", "journal_steps", "save_bytes") if name in before},
+                               **{name: life[name] for name in ("resume_point", "kept", "inside", "exit_code", "lived_s", "by_itself")
                                   if name in life},
                                "said": [line for line in err.splitlines() if line.startswith("flatout: ")]}
         if "verdict" in life:
@@ -306,7 +306,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
             continue
         about = judged({"step": life["kept"], "updated": life["updated"]}, alone.weights, set(life["weights"]), alone.events)
         text = (place / f"{life['number']}.out").read_bytes()[:life["said_bytes"]].decode(errors="replace")
-        lines = lines_differ(text, alone.text, alone.between(life["seam"]))
+        lines = lines_differ(text, alone.text, alone.between(life["resume_point"]))
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
         yield {**row, "verdict": verdict, "why": lines or about["why"], "lines": len(whole_lines(text)), "first_line": (whole_lines(text) or [""])[0][:120]}
 
@@ -323,19 +323,19 @@ def page(scripts: dict[str, Any]) -> str:
     summary = []
     for name, script in scripts.items():
         rows = script["kills"]
-        went = [row for row in rows if "seam" in row]
+        went = [row for row in rows if "resume_point" in row]
         whys = sorted({row["why"] for row in rows if row["verdict"] != "same"})
         summary.append((name, len(rows), *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
                         f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
                         f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
-                        *pace(went), crossing(rows), versions_of(script), "; ".join(whys)))
+                        *pace(went), synchronisation(rows), versions_of(script), "; ".join(whys)))
     kills = sum(row.get("after") == "SIGKILL" for row in every)
     parts = ["# Public scripts, killed at random and resumed\n",
              f"{kills} kills and {len(every) - kills} SIGTERMs, each followed by a restart: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
              markdown_table(("script", "ends", *counts, "resumed after step", "s to resume", "s from a fresh start to the first checkpoint",
                              "original training, s", "replay, s", "replay speed-up", "journal, bytes an entry", "flatout", "why"), summary),
              "\n## Each\n", markdown_table(("script", "ended by", "verdict", "resumed after step", "s to resume", "next checkpoint", "lines compared", "why"), [
-                 (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
+                 (name, row.get("after", "-"), row["verdict"], row.get("resume_point", "-"), row.get("seam_s", "-"),
                   f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
                  for name, script in scripts.items() for row in script["kills"]])]
     return "\n".join(parts)
@@ -356,14 +356,14 @@ def versions_of(script: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(made["versions"]["flatout"].partition(" ")[2].strip("()") for made in script["made"])) or "-"
 
 
-def crossing(rows: list[dict[str, Any]]) -> str:
+def synchronisation(rows: list[dict[str, Any]]) -> str:
     """Returns the bytes an entry of the longest journal."""
-    found = [(row["crossings"], row["journal_bytes"]) for row in rows if row.get("crossings")]
+    found = [(row["synchronisations"], row["journal_bytes"]) for row in rows if row.get("synchronisations")]
     return f"{max(found)[1] / max(found)[0]:.1f}" if found else "-"
 
 
 def main() -> None:
-    global FIRST_SAVE_S, SEAM_S
+    global FIRST_SAVE_S, RESUME_POINT_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder that holds set.json")
     parser.add_argument("--only", default="", help="run only these scripts, separated by commas, in this order")
@@ -379,8 +379,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all output in this folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
-    FIRST_SAVE_S, SEAM_S = args.patience, max(SEAM_S, args.patience)
-    rescue.TRACE_S = max(rescue.TRACE_S, 4 * args.patience)
+    FIRST_SAVE_S, RESUME_POINT_S = args.wait_limit, max(RESUME_POINT_S, args.wait_limit)
+    rescue.TRACE_S = max(rescue.TRACE_S, 4 * args.wait_limit)
     made = stamp()
     scripts: dict[str, Any] = dict(read_result("again", made, args.out).get("scripts", {}))
     given = {script["name"]: script for script in json.loads((args.folder / "set.json").read_text())}

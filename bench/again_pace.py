@@ -33,12 +33,12 @@ def measured(seconds: float, processes: int) -> list[dict[str, Any]]:
 def page(rows: list[dict[str, Any]]) -> str:
     table, paces = [], []
     for row in rows:
-        told: tuple[str, ...] = ("-",) * 5
+        metadata: tuple[str, ...] = ("-",) * 5
         if found := next((found for line in row.get("said", ()) if (found := GOES_ON.match(line)) and found[2]), None):
             step, through_s, trained_s = int(found[1]), float(found[2]), float(found[3])
             paces.append(1e3 * through_s / step)
-            told = f"{step:,}", f"{trained_s:.1f}", f"{through_s:.1f}", f"{paces[-1]:.3f}", f"{trained_s / through_s:.1f}"
-        table.append((row.get("after", "-"), row["verdict"], *told))
+            metadata = f"{step:,}", f"{trained_s:.1f}", f"{through_s:.1f}", f"{paces[-1]:.3f}", f"{trained_s / through_s:.1f}"
+        table.append((row.get("after", "-"), row["verdict"], *metadata))
     pace = f"{median(paces):.3f} ms [{min(paces):.3f}, {max(paces):.3f}]: 100,000 steps in {100 * median(paces):.0f} s" if paces else "no reported time"
     names = "ended by", "verdict", "resumed after step", "original training, s", "replay, s", "replay of a step, ms", "replay speed-up"
     return "\n".join(["# Replaying the steps of a small model\n", f"The replay of a step takes {pace}.\n", markdown_table(names, table)])

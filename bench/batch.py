@@ -34,7 +34,7 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
 from flatout.trial.parent import Trial, measure
-from flatout.tune.batch_curve import BatchCurve, Wishes
+from flatout.tune.batch_curve import BatchCurve, BatchOptions
 
 ACCUMULATING = "bench/programs/accumulating.py"
 OWN = 256
@@ -50,7 +50,7 @@ LONGEST_S = 120.0
 
 def advice(argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFolder, facts: Facts) -> BatchRecord:
     record = BatchRecord(argv, str(ROOT))
-    return BatchCurve(understand(argv), job, facts, record, Wishes(sizes, budget_s)).run()
+    return BatchCurve(understand(argv), job, facts, record, BatchOptions(sizes, budget_s)).run()
 
 
 def samples_per_s(argv: list[str], plan: Plan, job: JobFolder, facts: Facts) -> float | None:

@@ -24,7 +24,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.measure.clock import seconds
 from flatout.plan.findings import Finding
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 
 VERDICTS = HERE / "check_open_set_verdicts.json"
@@ -38,7 +38,7 @@ def alarms(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any
     loops, unread, began = 0, [], seconds()
     for file in files:
         try:
-            program = Program.read(file)
+            program = ScriptProgram.read(file)
         except Unreadable as error:
             unread.append(str(error).replace(str(folder), name))
             continue
@@ -83,8 +83,8 @@ def page(found: list[dict[str, Any]], read: list[dict[str, Any]], known: dict[st
                   markdown_table(("repositories", "files", "alarms", "false", "which"), [tuple(look.values()) for look in known["first_looks"]]), ""]
     for heading, alarms_there in (("The ten scripts of the open set", ten), ("All others", others)):
         counts = Counter(alarm["verdict"] for alarm in alarms_there)
-        told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind] or kind == "false")
-        lines += [f"## {heading}", "", f"{len(alarms_there)} findings: {told}.", ""]
+        metadata = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind] or kind == "false")
+        lines += [f"## {heading}", "", f"{len(alarms_there)} findings: {metadata}.", ""]
         rows: dict[tuple[str, str, str, str], list[int]] = {}
         for alarm in alarms_there:
             rows.setdefault((alarm["script"], alarm["code"], alarm["verdict"], alarm["why"]), []).append(alarm["line"])

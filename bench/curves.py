@@ -21,7 +21,7 @@ from flatout.launch.command import understand
 from flatout.plan.folder import JobFolder, write_whole
 from flatout.plan.plan import Plan
 from flatout.probe.machine import look
-from flatout.tune.arena import Arena
+from flatout.tune.interleaver import Interleaver
 
 STEPS, SEEDS = 390, (0, 1, 2)
 SIDES = {"plain": Plan(), "lowered": Plan((KEPT, BATCHED))}
@@ -31,14 +31,14 @@ COLOURS = ("#2a6fdb", "#d1495b", "#3a9a5c")
 
 def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list[float]:
     """Returns the loss of every step, to the last bit."""
-    arena = Arena(understand(["python", str(TRAINING), "--root", root]), job, facts)
+    interleaver = Interleaver(understand(["python", str(TRAINING), "--root", root]), job, facts)
     try:
-        trial = enter(arena, plan, seed).trial
+        trial = enter(interleaver, plan, seed).trial
         while trial.ticks_done < STEPS:
-            arena.run(trial, min(50, STEPS - trial.ticks_done))
+            interleaver.run(trial, min(50, STEPS - trial.ticks_done))
         record = trial.finish()
     finally:
-        arena.close()
+        interleaver.close()
     return [float.fromhex(loss) for loss in record.losses[:STEPS]]
 
 
@@ -84,9 +84,9 @@ def main() -> None:
     for seed, plain, lowered in zip(SEEDS, found["plain"], found["lowered"], strict=True):
         same = sum(a == b for a, b in zip(plain, lowered, strict=False))
         rows.append((seed, f"{smooth(plain)[-1]:.4f}", f"{smooth(lowered)[-1]:.4f}", f"{same} of {max(len(plain), len(lowered))}"))
-    picture = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
+    chart = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     table = markdown_table(("seed", "last ten losses, plain", "lowered", "losses equal bit for bit"), rows)
-    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1], table, f"\n![Learning curves]({picture})"])
+    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1], table, f"\n![Learning curves]({chart})"])
     text, _ = write_result("curves", made, page, {"losses": found})
     write_whole(text.with_suffix(".svg"), drawn(found))
     print(page)

@@ -28,17 +28,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pairs import SideOfContest, contest, ratio_of, spell
+from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import HERE, markdown_table, read_result, stamp, write_result
 
 from flatout.cli.run import _environment as run_environment
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
+from flatout.plan.enums import Origin
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Origin
 from flatout.probe.machine import look
 
 ALONE, TRAINING = HERE / "programs" / "loader_alone.py", HERE / "programs" / "small_images.py"
@@ -147,14 +147,14 @@ def alone(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
 
 
 def in_training(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
-    def side(name: str, *more: str, plan: Plan | None = None) -> SideOfContest:
-        return SideOfContest(name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan())
+    def side(name: str, *more: str, plan: Plan | None = None) -> ComparisonSide:
+        return ComparisonSide(name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan())
 
     floor, again = side("one preloaded batch", "--same-batch"), side("one preloaded batch, repeated (A/A)", "--same-batch")
     sides = [floor, again, side("0 workers"), side("4 workers", "--workers", "4"), *(side(name, plan=plan) for name, plan in PLANS.items())]
     place = Path(tempfile.mkdtemp(prefix="data-"))
     try:
-        contest(sides, JobFolder(place).make(), facts, sets, rounds, seconds() + 1800, lambda at: print(f"    {which}: set {at}", file=sys.stderr, flush=True))
+        comparison(sides, JobFolder(place).make(), facts, sets, rounds, seconds() + 1800, lambda at: print(f"    {which}: set {at}", file=sys.stderr, flush=True))
     finally:
         shutil.rmtree(place, ignore_errors=True)
     plain = sides[2]

@@ -36,7 +36,7 @@ from pairs import standing_in
 from provenance import RESULTS, markdown_table, read_result, stamp, write_result
 
 from flatout.launch.command import Command, understand
-from flatout.launch.gang import launcher_of
+from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
 from flatout.plan.errors import FlatoutError
 from flatout.plan.facts import Facts
@@ -45,7 +45,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.witness import ENTRY
+from flatout.trial.reference_run import ENTRY
 from flatout.tune.ranks import SHARE, beside_one_process
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.search import observe
@@ -54,14 +54,14 @@ from flatout.tune.tuning import Goal, Tuning
 ROUNDING, SPREADS = 1e-4, 1.5
 HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's input", "whole": "the model only"}
 STEPS, SECONDS = 30, 60.0
-PATIENCE_S = 900.0
+TIMEOUT_S = 900.0
 SPEED_S = 40.0  # of interleaved blocks
 
 
 def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int) -> list[float]:
     """Returns the losses of the first steps. Raises ProgramGone."""
-    with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, wishes={"steps": STEPS, "seconds": SECONDS}) as trial:
-        return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + PATIENCE_S)["losses"]]
+    with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, requested={"steps": STEPS, "seconds": SECONDS}) as trial:
+        return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + TIMEOUT_S)["losses"]]
 
 
 def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder
         observe(tuning)
         beside_one_process(tuning)
     finally:
-        tuning.arena.close()
+        tuning.interleaver.close()
     assert session.ranks is not None
     return session.ranks.to_json()
 
@@ -123,9 +123,9 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, fast, exchange, "; ".join(found.notes))
 
 
-def pace(told: dict[str, Any] | None) -> tuple[str, str]:
+def pace(metadata: dict[str, Any] | None) -> tuple[str, str]:
     """Returns the columns *speed* and *exchange*."""
-    found = RanksRecord.from_json(told) if told else None
+    found = RanksRecord.from_json(metadata) if metadata else None
     if found is None or found.ratio is None:
         return "*not run*" if found is None else found.why_not, ""
     share = [pace.exchange_ms / pace.step_ms for pace in found.paces if pace.step_ms]

@@ -28,7 +28,7 @@ from flatout.measure.statistics import Round, block_ms, compare, median, quantil
 from flatout.plan.folder import write_whole
 
 PROGRAM = HERE / "programs" / "exchange.py"
-PATIENCE_S = 3000.0
+TIMEOUT_S = 3000.0
 CALM = 1.0  # load average above which nothing is timed
 A: dict[str, Any] = {"mib": 25}
 SIDES: dict[str, dict[str, Any]] = {
@@ -47,14 +47,14 @@ def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
     """Returns the records of the program. ``rate``: the limit of the loopback."""
     folder, space = Path(tempfile.mkdtemp(prefix="exchange-")), f"fo{os.getpid() % 10000}x"
     (folder / "job.json").write_text(json.dumps(job))
-    words = [sys.executable, "-m", "flatout.launch.gang", "--procs", str(procs), "--", sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder)]
+    words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder)]
     try:
         if rate is not None:
             for command in (f"ip netns add {space}", f"ip -n {space} link set lo up",
                             f"ip netns exec {space} tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 50ms"):
                 subprocess.run(command.split(), check=True, capture_output=True, text=True)
             words = ["ip", "netns", "exec", space, *words]
-        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
             raise SystemExit(done.stderr[-2000:])
         found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -65,8 +65,8 @@ def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def contests(procs: int, rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    job = {"kind": "contest", "width": args.width, "layers": args.layers, "batch": args.batch * procs, "rounds": args.rounds, "block": args.block,
+def comparisons(procs: int, rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
+    job = {"kind": "comparison", "width": args.width, "layers": args.layers, "batch": args.batch * procs, "rounds": args.rounds, "block": args.block,
            "pairs": [{"name": name, "a": A, "b": side} for name, side in SIDES.items()]}
     return {**ranks(job, procs, rate), "procs": procs, "rate": rate, "width": args.width, "layers": args.layers, "batch": args.batch}
 
@@ -122,7 +122,7 @@ def course_rows(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def page(links: dict[str, Any], courses: dict[str, Any] | None, picture: str) -> str:
+def page(links: dict[str, Any], courses: dict[str, Any] | None, chart: str) -> str:
     parts = [f"# Traffic between ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"]
     header = ("side", "MB sent a step", "collectives", "early buckets", "step, ms", "waiting, ms", "step, A over it")
     for name, found in links.items():
@@ -142,7 +142,7 @@ def page(links: dict[str, Any], courses: dict[str, Any] | None, picture: str) ->
                      f"{courses['evaluate']} steps, which ends a round early if the round is not complete. DiLoCo uses the rate and momentum of its paper, "
                      "which were tuned for hundreds of steps a round; in such a short training they overshoot.\n")
         header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "range over the seeds")
-        parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({picture})\n")
+        parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({chart})\n")
     return "\n".join(parts)
 
 
@@ -171,18 +171,18 @@ def main() -> None:
     calm = args.busy or (made["load_at_start"] or 0.0) < CALM
     if not calm and set(wanted) & set(names):
         print(f"nothing is measured because the load average is {made['load_at_start']}; wait until the machine is idle, or add --busy", file=sys.stderr)
-    picture = f"exchange_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
+    chart = f"exchange_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     for name in wanted:
         print(name, file=sys.stderr, flush=True)
         if name == "courses":
             job = {"kind": "course", "sides": COURSES, "seeds": list(range(args.seeds)), "steps": args.steps, "evaluate": 64, "batch": 64, "rate": 1e-3}
             courses = {**ranks(job, 4, None), **{key: job[key] for key in ("seeds", "steps", "evaluate", "batch")}, "procs": 4}
         elif calm:
-            links[names[name]] = contests(4 if name == "four" else 2, args.rate if name == "limited" else None, args)
-        text, _ = write_result("exchange", made, page(links, courses, picture), {"links": links, "courses": courses}, folder=args.out)
+            links[names[name]] = comparisons(4 if name == "four" else 2, args.rate if name == "limited" else None, args)
+        text, _ = write_result("exchange", made, page(links, courses, chart), {"links": links, "courses": courses}, folder=args.out)
         if courses is not None:
             write_whole(text.with_suffix(".svg"), drawn(courses))
-    print(page(links, courses, picture))
+    print(page(links, courses, chart))
 
 
 if __name__ == "__main__":

@@ -42,16 +42,16 @@ def rows() -> list[dict]:
     for seen in provoke():
         record = FailureRecord(signal=seen["signal"]) if "signal" in seen else FailureRecord.from_json(seen["live"])
         live = explain(record)
-        told = explain_text(seen["text"]) if seen["text"] else []
+        metadata = explain_text(seen["text"]) if seen["text"] else []
         found.append({
             "kind": seen["code"], "failure": seen["name"].replace("_", " "), "how": "provoked", "said": live.said if live else "",
             "live": _verdict([live.rule] if live else [], seen["code"]),
-            "text": _verdict([one.finding.rule for one in told], seen["code"]) if seen["text"] else "no text",
-            "mend": f"not run here: {seen['tried']}" if seen["tried"] else "runs" if not seen["mended"] else "FAILS"})
+            "text": _verdict([one.finding.rule for one in metadata], seen["code"]) if seen["text"] else "no text",
+            "fix": f"not run here: {seen['tried']}" if seen["tried"] else "runs" if not seen["fixed"] else "FAILS"})
     for one in RECORDED:
-        told = explain_text(one.text)
-        found.append({"kind": one.code, "failure": one.source, "how": "recorded", "live": f"not run here: {one.needs}", "mend": f"not run here: {one.needs}",
-                      "text": _verdict([each.finding.rule for each in told], one.code), "said": told[0].finding.said if told else ""})
+        metadata = explain_text(one.text)
+        found.append({"kind": one.code, "failure": one.source, "how": "recorded", "live": f"not run here: {one.needs}", "fix": f"not run here: {one.needs}",
+                      "text": _verdict([each.finding.rule for each in metadata], one.code), "said": metadata[0].finding.said if metadata else ""})
     return sorted(found, key=lambda row: (int(row["kind"][2:]), row["how"]))
 
 
@@ -74,10 +74,10 @@ def main() -> None:
     recorded = [row for row in found if row["how"] == "recorded"]
     kinds = {row["kind"] for row in found}
     neither = [f"{kind.code} {kind.name}" for kind in TABLE if kind.code not in kinds]
-    tried = [row for row in provoked if not row["mend"].startswith("not run")]
+    tried = [row for row in provoked if not row["fix"].startswith("not run")]
     names = {kind.code: kind.name for kind in TABLE}
     header = ("kind", "failure", "how", "in the dying process", "from the text", "fixed version", "explanation")
-    columns = ("failure", "how", "live", "text", "mend", "said")
+    columns = ("failure", "how", "live", "text", "fix", "said")
     table = markdown_table(header, [(f"{row['kind']} {names[row['kind']]}", *(row[column] for column in columns)) for row in found])
     page = f"""# Failures explained
 

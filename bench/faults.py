@@ -33,7 +33,7 @@ from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, killed_at, points
 
 from flatout.measure.clock import seconds
 from flatout.plan.errors import SaveError
-from flatout.state.saves import Saves
+from flatout.state.checkpoints import CheckpointFolder
 from flatout.state.values import pack
 
 ACCIDENTS, LOSSES, LOADS = 10_000, 3_000, 1_000
@@ -46,14 +46,14 @@ def state(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int, keep: int = 3) -> None:
-    with Saves(folder, keep=keep) as saves:
+    with CheckpointFolder(folder, keep=keep) as saves:
         saves.write("bench", step, {"": pack(torch, state(step)), "rank1": pack(torch, {"step": step, "more": torch.full((3000,), float(step))})})
 
 
 def found(folder: Path, steps: tuple[int, ...]) -> str:
     """Returns what is wrong; "" if the newest checkpoint is intact, chosen first, and of these steps."""
     try:
-        newest, bad = Saves(folder).newest()
+        newest, bad = CheckpointFolder(folder).newest()
         if newest is None or newest.step not in steps or bad:
             return f"picked {newest and newest.step}, skipped {len(bad)}"
         got, expected = newest.read(torch), state(newest.step)
@@ -84,7 +84,7 @@ def cuts(folder: Path) -> list[dict[str, str]]:
             for when in (BEFORE, MIDDLE, AFTER) if name == "write" else (BEFORE, AFTER):
                 cut = copied(start, folder / "cut")
                 code = killed_at(at, when, lambda cut=cut, last=last, keep=keep: save(cut, last + 1, keep))
-                nothing = not before and Saves(cut).newest() == (None, [])
+                nothing = not before and CheckpointFolder(cut).newest() == (None, [])
                 wrong = "" if nothing else found(cut, (last, last + 1))
                 if not wrong:
                     save(cut, last + 2, keep)
@@ -100,14 +100,14 @@ def power(folder: Path, losses: int, seed: int) -> list[dict[str, str]]:
     copied(start, before)
     disk = Disk(start)
     disk.record(lambda: save(start, 3, keep=2))
-    renamed = next(at for at, (name, args, *_) in enumerate(disk.heard) if name == "rename" and str(args[1]).endswith("step-00000003"))
-    flushed = next(at for at, (name, *_) in enumerate(disk.heard) if at > renamed and name == "fsync")
+    renamed = next(at for at, (name, args, *_) in enumerate(disk.observed) if name == "rename" and str(args[1]).endswith("step-00000003"))
+    flushed = next(at for at, (name, *_) in enumerate(disk.observed) if at > renamed and name == "fsync")
     rows = []
     for number in range(losses):
         chance = random.Random(f"{seed} {number}")
-        at, how = 1 + number % len(disk.heard), ("nothing", "everything", "any", "any", "any")[number // len(disk.heard) % 5]
+        at, how = 1 + number % len(disk.observed), ("nothing", "everything", "any", "any", "any")[number // len(disk.observed) % 5]
         replayed = Disk(start, like=before)
-        replayed.heard = disk.heard
+        replayed.observed = disk.observed
         shutil.rmtree(fresh, ignore_errors=True)
         replayed.after(at).left(chance, how, fresh)
         rows.append({"at": str(at), "how": how, "wrong": found(fresh, (3,) if at > flushed else (2,) if at <= renamed else (2, 3))})
@@ -123,7 +123,7 @@ def accidents(folder: Path, count: int, seed: int) -> list[dict[str, str]]:
         chance, kind = random.Random(f"{seed} {number}"), KINDS[number % len(KINDS)]
         copied(whole, hurt)
         what = kind(chance, hurt / "step-00000003", hurt / "step-00000002")
-        newest, bad = Saves(hurt).newest()
+        newest, bad = CheckpointFolder(hurt).newest()
         seen = newest is not None and newest.step == 2 and len(bad) == 1
         rows.append({"kind": kind.__name__, "what": what, "wrong": "" if seen and (number % 20 or not found_older(newest)) else "not seen"})
     return rows
@@ -146,7 +146,7 @@ def all_bad(folder: Path, count: int, seed: int) -> list[dict[str, str]]:
             chance.choice(kinds)(chance, hurt / f"step-{step:08d}", hurt / "step-00000001")
         before = sorted((str(each), each.stat().st_size) for each in hurt.rglob("*"))
         try:
-            Saves(hurt).newest()
+            CheckpointFolder(hurt).newest()
             wrong = "a damaged checkpoint was accepted"
         except SaveError:
             wrong = "" if sorted((str(each), each.stat().st_size) for each in hurt.rglob("*")) == before else "something was changed"

@@ -35,20 +35,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]
 from guard_end import end_section, rows_of_the_end
 from guard_levers import BAD, TABLE
 
-from flatout.engine.guard import START_STEPS, judge, shake_for, start_agrees, wants_shaken
+from flatout.engine.guard import START_STEPS, judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Facts
 from flatout.plan.folder import TrialFolder, read_json, write_json
 from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import GuardRecord, TrialRecord
-from flatout.plan.words import Effect
 from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone, Trial, measure
 
 SEEDS = (0, 1, 2)
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 # Arguments that keep the program running, the steps measured after its warm-up (about two seconds of training),
 # and the steps before the late replica.
 PROGRAMS = {
@@ -88,21 +88,21 @@ class Bed:
     def tries(self, lever: Lever) -> bool:
         return self.name in OF_EXAMPLES or (lever.effect is not Effect.EXACT and lever.name not in COMPILERS)
 
-    def trial(self, title: str, plan: Plan, seed: int, shake: float = 0.0) -> Trial:
+    def trial(self, title: str, plan: Plan, seed: int, perturbation: float = 0.0) -> Trial:
         folder = self.folder / title
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "claim").unlink(missing_ok=True)
-        return Trial(self.command, TrialFolder(folder), plan, self.facts, seed, reseed=True, table="guard_levers:TABLE", shake=shake)
+        return Trial(self.command, TrialFolder(folder), plan, self.facts, seed, reseed=True, table="guard_levers:TABLE", perturbation=perturbation)
 
-    def record(self, title: str, plan: Plan, seed: int, shake: float = 0.0, draws: bool = False) -> TrialRecord:
+    def record(self, title: str, plan: Plan, seed: int, perturbation: float = 0.0, draws: bool = False) -> TrialRecord:
         """Returns the record of a run, from the folder if it exists there.
 
         A perturbed run needs only the first losses. ``draws``: as for `measure`.
         """
         known = read_json(self.folder / f"{title}.json")
         if known is None:
-            with self.trial(title, plan, seed, shake) as trial:
-                record = measure(trial, START_STEPS if shake else self.ticks, seconds() + PATIENCE_S, draws)
+            with self.trial(title, plan, seed, perturbation) as trial:
+                record = measure(trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws)
             if record.status != "finished":
                 raise SystemExit(f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}")
             known = record.to_json()
@@ -112,11 +112,11 @@ class Bed:
     @contextlib.contextmanager
     def running(self) -> Iterator[Trial]:
         with self.trial("observed", Plan(), 0) as trial:
-            trial.wait_ready(seconds() + PATIENCE_S)
+            trial.wait_ready(seconds() + TIMEOUT_S)
             yield trial
 
-    def shaken(self, effect: Effect) -> list[TrialRecord]:
-        share = shake_for(effect)
+    def perturbed(self, effect: Effect) -> list[TrialRecord]:
+        share = perturbation_for(effect)
         return [self.record(f"shaken-{share.hex()}-{seed}", Plan(), seed, share) for seed in SEEDS[:2]]
 
     def observe(self, levers: list[Lever]) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class Bed:
         if not todo:
             return seen
         with self.running() as trial:
-            answers = trial.ask({"do": "options"}, seconds() + PATIENCE_S)["options"]
+            answers = trial.ask({"do": "options"}, seconds() + TIMEOUT_S)["options"]
             seen["options"] |= {lever.name: answers[lever.name] for lever in todo}
             asked = [lever for lever in todo if "skip" not in answers[lever.name] and lever.live and effect_of(lever, seen) is not Effect.EXACT]
             for lever in asked:
                 seen["replicas"][lever.name] = self.replica(trial, lever, answers)
-            trial.go(self.late_ticks, seconds() + PATIENCE_S)
+            trial.go(self.late_ticks, seconds() + TIMEOUT_S)
             for lever in asked:
                 if not failed(seen["replicas"][lever.name]):
                     seen["late"][lever.name] = self.replica(trial, lever, answers)
@@ -144,10 +144,10 @@ class Bed:
         say(f"{self.name}: replica of {lever.name}")
         choice = Choice(lever.name, answers[lever.name]["values"][0])
         try:
-            told: dict[str, Any] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + PATIENCE_S)["replica"]
+            metadata: dict[str, Any] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + TIMEOUT_S)["replica"]
         except ProgramGone as gone:
             raise SystemExit(f"guard: {self.name} failed during the replica of {lever.name}: {gone.record.reason[-400:]}") from None
-        return told
+        return metadata
 
 
 def effect_of(lever: Lever, seen: dict[str, Any]) -> Effect:
@@ -165,10 +165,10 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
         return str(answer["skip"])
     effect = effect_of(lever, seen)
     replica, late = seen["replicas"].get(lever.name), seen["late"].get(lever.name)
-    for told, prefix in ((replica, ""), (late, "late ")):
-        if failed(told):
-            checks = [{**check, "name": prefix + check["name"]} for check in (told or {})["checks"]]
-            return GuardRecord.from_json({"verdict": "failed", "why": failed(told)[0]["why"], "checks": checks})
+    for metadata, prefix in ((replica, ""), (late, "late ")):
+        if failed(metadata):
+            checks = [{**check, "name": prefix + check["name"]} for check in (metadata or {})["checks"]]
+            return GuardRecord.from_json({"verdict": "failed", "why": failed(metadata)[0]["why"], "checks": checks})
     plan, draws = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
     again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
     for seed in SEEDS:
@@ -181,8 +181,8 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
             if first.verdict == "failed":
                 return first
     found = judge(effect, plain, tuned, replica, again, late=late)
-    if wants_shaken(found):
-        found = judge(effect, plain, tuned, replica, again, bed.shaken(effect), late)
+    if needs_perturbed_runs(found):
+        found = judge(effect, plain, tuned, replica, again, bed.perturbed(effect), late)
     return found
 
 
@@ -191,7 +191,7 @@ def alone(bed: Bed, lever: Lever, effect: Effect) -> bool | None:
     known = read_json(bed.folder / f"{lever.name}-{SEEDS[0]}.json")
     if known is None or effect in (Effect.EXACT, Effect.RESAMPLED):
         return None
-    agrees = start_agrees(effect, bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True), TrialRecord.from_json(known), bed.shaken(effect))
+    agrees = start_agrees(effect, bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True), TrialRecord.from_json(known), bed.perturbed(effect))
     return None if agrees is None else agrees.passed
 
 
@@ -236,9 +236,9 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
     judged = [row for row in rows if row["outcome"] != "not applicable"]
     found = {}
     for kind, wrong, of_kind in (("broken", "accepted", [r for r in judged if r["broken"]]), ("sound", "rejected", [r for r in judged if not r["broken"]])):
-        told = [r for r in of_kind if r["alone"] is not None]
+        metadata = [r for r in of_kind if r["alone"] is not None]
         found |= {kind: len(of_kind), f"false_{'accepts' if kind == 'broken' else 'rejects'}": sum(r["outcome"] == wrong for r in of_kind),
-                  f"{kind}_alone": len(told), f"{kind}_blamed": sum(not r["alone"] for r in told)}
+                  f"{kind}_alone": len(metadata), f"{kind}_blamed": sum(not r["alone"] for r in metadata)}
     return found
 
 

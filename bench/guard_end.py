@@ -25,7 +25,7 @@ from flatout.trial.parent import measure
 
 HALF = (Choice("autocast", "bfloat16"), Choice("reduced_precision", True))
 ENDLESS = 10**9  # steps; the program ends by itself
-PATIENCE_S = 1800.0
+TIMEOUT_S = 1800.0
 T_95 = {4: 2.776, 8: 2.306}  # by degrees of freedom
 RESOLUTION = 0.002
 
@@ -48,7 +48,7 @@ def metric(bed: Any, title: str, plan: Plan, seed: int) -> float:
         ending = replace(bed)
         ending.command = understand(("python", str(bed.script)))
         with ending.trial(title, plan, seed) as trial:
-            record = measure(trial, ENDLESS, seconds() + PATIENCE_S)
+            record = measure(trial, ENDLESS, seconds() + TIMEOUT_S)
             text = Path(trial.folder.stdout).read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line.startswith("final ")]
         if record.status != "ended" or not lines:

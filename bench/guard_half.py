@@ -30,9 +30,9 @@ SUM_PARTS = 256
 EXPONENT_BITS = 2.0**-8  # relative to a tensor's largest value: eight bits under a common exponent
 
 
-def half_loss(scene: Any, value: Any, ledger: Any) -> Undo:
+def half_loss(context: Any, value: Any, ledger: Any) -> Undo:
     """Computes the loss from bfloat16 and returns it in bfloat16."""
-    functional = scene.torch.nn.functional
+    functional = context.torch.nn.functional
     for name in LOSSES:
         really = getattr(functional, name)
 
@@ -42,9 +42,9 @@ def half_loss(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def raw_autocast(scene: Any, value: Any, ledger: Any) -> Undo:
+def raw_autocast(context: Any, value: Any, ledger: Any) -> Undo:
     """Uses torch.autocast on the CPU: log_softmax, sums and the module's own loss stay in bfloat16."""
-    torch = scene.torch
+    torch = context.torch
 
     def wrapper(forward: Any) -> Any:
         def in_half_precision(*args: Any, **kwargs: Any) -> Any:
@@ -54,14 +54,14 @@ def raw_autocast(scene: Any, value: Any, ledger: Any) -> Undo:
             return parts if isinstance(output, tuple) else parts[0]
         return in_half_precision
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 
-def inside_roots(scene: Any, ledger: Any, replaced: dict[str, Callable[..., Any]]) -> Undo:
+def inside_roots(context: Any, ledger: Any, replaced: dict[str, Callable[..., Any]]) -> Undo:
     """Replaces functions of torch.nn.functional while a root module's forward runs."""
-    functional = scene.torch.nn.functional
+    functional = context.torch.nn.functional
 
     def wrapper(forward: Any) -> Any:
         def changed(*args: Any, **kwargs: Any) -> Any:
@@ -75,14 +75,14 @@ def inside_roots(scene: Any, ledger: Any, replaced: dict[str, Callable[..., Any]
                     setattr(functional, name, other)
         return changed
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 
-def half_softmax_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
+def half_softmax_gradient(context: Any, value: Any, ledger: Any) -> Undo:
     """Computes log_softmax in float32, but its gradient p - 1 in bfloat16: zero for a confident sample."""
-    torch, functional = scene.torch, scene.torch.nn.functional
+    torch, functional = context.torch, context.torch.nn.functional
 
     class Short(torch.autograd.Function):  # type: ignore[name-defined,misc]
         @staticmethod
@@ -99,21 +99,21 @@ def half_softmax_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
             return ((share - found.exp().bfloat16()) * total).to(grad.dtype)
 
     really = functional.nll_loss
-    return inside_roots(scene, ledger, {
+    return inside_roots(context, ledger, {
         "log_softmax": lambda x, dim=-1, **_: Short.apply(x),
         "cross_entropy": lambda x, target, **kwargs: really(Short.apply(x), target, **kwargs)})
 
 
-def saturating_softmax(scene: Any, value: Any, ledger: Any) -> Undo:
+def saturating_softmax(context: Any, value: Any, ledger: Any) -> Undo:
     """Computes exp() without a shift by the largest logit, clamped to float16: large logits become equal."""
-    torch, functional = scene.torch, scene.torch.nn.functional
+    torch, functional = context.torch, context.torch.nn.functional
 
     def log_softmax(x: Any, dim: int = -1, **_: Any) -> Any:
         x = x.clamp(max=SOFTMAX_RANGE)
         return x - x.exp().sum(dim, keepdim=True).log()
 
     really = functional.nll_loss
-    return inside_roots(scene, ledger, {
+    return inside_roots(context, ledger, {
         "log_softmax": log_softmax, "softmax": lambda x, dim=-1, **_: torch.exp(log_softmax(x, dim)),
         "cross_entropy": lambda x, target, **kwargs: really(log_softmax(x), target, **kwargs)})
 
@@ -122,12 +122,12 @@ def small_flushed(torch: Any, g: Any) -> Any:
     return torch.where(g.abs() < EXPONENT_BITS * g.abs().max(), 0.0, g)
 
 
-def small_gradients_flushed(scene: Any, value: Any, ledger: Any) -> Undo:
+def small_gradients_flushed(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps gradients under one exponent a tensor: elements 256 times below the largest become zero."""
-    return hook_gradients(scene, ledger, lambda g: small_flushed(scene.torch, g))
+    return hook_gradients(context, ledger, lambda g: small_flushed(context.torch, g))
 
 
-def flushed_late(scene: Any, value: Any, ledger: Any) -> Undo:
+def flushed_late(context: Any, value: Any, ledger: Any) -> Undo:
     """Does the same from the twelfth update on, like a scale that fits only the first gradients."""
     updates = [0]
 
@@ -136,38 +136,38 @@ def flushed_late(scene: Any, value: Any, ledger: Any) -> Undo:
             updates[0] += 1
             return step(*args, **kwargs)
         return counted
-    around_step(scene, ledger, make)
-    return hook_gradients(scene, ledger, lambda g: small_flushed(scene.torch, g) if updates[0] >= LATE_STEP else g)
+    around_step(context, ledger, make)
+    return hook_gradients(context, ledger, lambda g: small_flushed(context.torch, g) if updates[0] >= LATE_STEP else g)
 
 
-def float16_unscaled(scene: Any, value: Any, ledger: Any) -> Undo:
+def float16_unscaled(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps gradients in float16 without a loss scale: below 6e-5 they lose bits, below 6e-8 all of them."""
-    return hook_gradients(scene, ledger, lambda g: g.half().to(g.dtype))
+    return hook_gradients(context, ledger, lambda g: g.half().to(g.dtype))
 
 
-def float8_gradients(scene: Any, value: Any, ledger: Any) -> Undo:
+def float8_gradients(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps gradients in 8-bit floats (E4M3), with a separate scale for each tensor."""
     def rounded(g: Any) -> Any:
         scale = g.abs().max().clamp_min(1e-30) / 448
-        return (g / scale).to(scene.torch.float8_e4m3fn).to(g.dtype) * scale
-    return hook_gradients(scene, ledger, rounded)
+        return (g / scale).to(context.torch.float8_e4m3fn).to(g.dtype) * scale
+    return hook_gradients(context, ledger, rounded)
 
 
-def half_running_statistics(scene: Any, value: Any, ledger: Any) -> Undo:
+def half_running_statistics(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps BatchNorm's running statistics in bfloat16: small changes are lost."""
     def rounded(module: Any, args: tuple, output: Any) -> None:
         if module.training:
             for held in (module.running_mean.data, module.running_var.data):  # .data: the backward pass checks the version of the buffers
                 held.copy_(held.bfloat16())
 
-    for module in modules(scene, "BatchNorm"):
+    for module in modules(context, "BatchNorm"):
         ledger.call("forward hook", module.register_forward_hook(rounded).remove)
     return ledger.restore
 
 
-def half_running_sums(scene: Any, value: Any, ledger: Any) -> Undo:
+def half_running_sums(context: Any, value: Any, ledger: Any) -> Undo:
     """Sums the gradient of a linear layer's weight over the batch in bfloat16, one part after another."""
-    torch = scene.torch
+    torch = context.torch
 
     class Summed(torch.autograd.Function):  # type: ignore[name-defined,misc]
         @staticmethod
@@ -186,29 +186,29 @@ def half_running_sums(scene: Any, value: Any, ledger: Any) -> Undo:
     def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         found = Summed.apply(x, weight)
         return found if bias is None else found + bias
-    return inside_roots(scene, ledger, {"linear": linear})
+    return inside_roots(context, ledger, {"linear": linear})
 
 
-def half_moments(scene: Any, value: Any, ledger: Any) -> Undo:
+def half_moments(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps the optimizer's averages in bfloat16: slow changes are lost."""
     def make(optimizer: Any, step: Callable) -> Callable:
         def rounded(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             for state in optimizer.state.values():
                 for held in state.values():
-                    if isinstance(held, scene.torch.Tensor) and held.dim():
+                    if isinstance(held, context.torch.Tensor) and held.dim():
                         held.copy_(held.bfloat16())
             return result
         return rounded
-    return around_step(scene, ledger, make)
+    return around_step(context, ledger, make)
 
 
 def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, Any], Undo]:
     """Combines sound half precision with a fault: its rounding does not excuse the fault."""
-    def apply(scene: Any, value: Any, ledger: Any) -> Undo:
-        other(scene, value, ledger)
+    def apply(context: Any, value: Any, ledger: Any) -> Undo:
+        other(context, value, ledger)
         assert AUTOCAST.apply is not None
-        return AUTOCAST.apply(scene, "bfloat16", ledger)
+        return AUTOCAST.apply(context, "bfloat16", ledger)
     return apply
 
 

@@ -39,9 +39,9 @@ from guard_tools import (
 )
 
 from flatout.levers import TABLE as SHELF
+from flatout.plan.enums import Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo
-from flatout.plan.words import Moment
 
 OF_SHELF = {lever.name: lever for lever in SHELF}
 
@@ -49,29 +49,29 @@ OF_SHELF = {lever.name: lever for lever in SHELF}
 # -- good ----------------------------------------------------------------------------------------------------
 
 
-def bf16_like_noise(scene: Any, value: Any, ledger: Any) -> Undo:
+def bf16_like_noise(context: Any, value: Any, ledger: Any) -> Undo:
     """Changes every gradient element by up to 2^-9 of itself, like bfloat16; uses its own generator."""
-    draw = scene.torch.Generator(device=scene.device_type).manual_seed(1)
-    torch = scene.torch
-    return hook_gradients(scene, ledger, lambda g: g * (1 + (torch.rand(g.shape, generator=draw, device=g.device) * 2 - 1) * 2.0**-9))
+    draw = context.torch.Generator(device=context.device_type).manual_seed(1)
+    torch = context.torch
+    return hook_gradients(context, ledger, lambda g: g * (1 + (torch.rand(g.shape, generator=draw, device=g.device) * 2 - 1) * 2.0**-9))
 
 
-def ten_bit_products(scene: Any, value: Any, ledger: Any) -> Undo:
+def ten_bit_products(context: Any, value: Any, ledger: Any) -> Undo:
     """Rounds the inputs of linear and convolution layers to ten bits of mantissa, like TF32."""
-    torch = scene.torch
+    torch = context.torch
 
     def rounded(module: Any, args: tuple) -> tuple:
         (x, *rest) = args
         mantissa, exponent = torch.frexp(x.detach())
         return (x + (torch.ldexp((mantissa * 2048).round() / 2048, exponent) - x.detach()), *rest)
 
-    for module in modules(scene, "Linear", "Conv2d"):
+    for module in modules(context, "Linear", "Conv2d"):
         ledger.call("forward hook", module.register_forward_pre_hook(rounded).remove)
     return ledger.restore
 
 
-def zero_grad_none(scene: Any, value: Any, ledger: Any) -> Undo:
-    for optimizer in scene.optimizers:
+def zero_grad_none(context: Any, value: Any, ledger: Any) -> Undo:
+    for optimizer in context.optimizers:
         zero_grad = optimizer.zero_grad
         ledger.set(optimizer, "zero_grad", lambda *_, zero_grad=zero_grad, **__: zero_grad(set_to_none=True), new=True)
     return ledger.restore
@@ -80,22 +80,22 @@ def zero_grad_none(scene: Any, value: Any, ledger: Any) -> Undo:
 # -- bad: gradients and forward ------------------------------------------------------------------------------
 
 
-def dropout_off(scene: Any, value: Any, ledger: Any) -> Undo:
-    for module in modules(scene, "Dropout"):
+def dropout_off(context: Any, value: Any, ledger: Any) -> Undo:
+    for module in modules(context, "Dropout"):
         ledger.set(module, "p", 0.0)
-    for module in modules(scene, "LSTM"):
+    for module in modules(context, "LSTM"):
         ledger.set(module, "dropout", 0.0)
     return ledger.restore
 
 
-def stale_batchnorm(scene: Any, value: Any, ledger: Any) -> Undo:
+def stale_batchnorm(context: Any, value: Any, ledger: Any) -> Undo:
     """Stops the update of running statistics; training itself does not use them."""
-    for module in modules(scene, "BatchNorm"):
+    for module in modules(context, "BatchNorm"):
         ledger.set(module, "momentum", 0.0)
     return ledger.restore
 
 
-def stale_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
+def stale_gradient(context: Any, value: Any, ledger: Any) -> Undo:
     """Uses the gradient of the previous step in each step, like a faulty overlap."""
     def make(optimizer: Any, step: Callable) -> Callable:
         held: dict[Any, Any] = {}
@@ -105,22 +105,22 @@ def stale_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
                 p.grad, held[p] = held.get(p, p.grad), p.grad.clone()
             return step(*args, **kwargs)
         return late
-    return around_step(scene, ledger, make)
+    return around_step(context, ledger, make)
 
 
 # -- bad: loss and loop --------------------------------------------------------------------------------------
 
 
-def label_smoothing(scene: Any, value: Any, ledger: Any) -> Undo:
-    functional = scene.torch.nn.functional
+def label_smoothing(context: Any, value: Any, ledger: Any) -> Undo:
+    functional = context.torch.nn.functional
     really = functional.cross_entropy
     ledger.set(functional, "cross_entropy", lambda *args, **kwargs: really(*args, **{**kwargs, "label_smoothing": 0.1}))
     return ledger.restore
 
 
-def off_by_one_mean(scene: Any, value: Any, ledger: Any) -> Undo:
+def off_by_one_mean(context: Any, value: Any, ledger: Any) -> Undo:
     """Divides the mean over n samples by n - 1."""
-    functional = scene.torch.nn.functional
+    functional = context.torch.nn.functional
     for name in ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy"):
         really = getattr(functional, name)
 
@@ -130,9 +130,9 @@ def off_by_one_mean(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def zero_grad_lost(scene: Any, value: Any, ledger: Any) -> Undo:
+def zero_grad_lost(context: Any, value: Any, ledger: Any) -> Undo:
     """Starts every other step from the gradients of the previous step."""
-    for owner in [*scene.optimizers, *scene.roots]:
+    for owner in [*context.optimizers, *context.roots]:
         calls = [0]
 
         def sometimes(*args: Any, really: Any = owner.zero_grad, calls: Any = calls, **kwargs: Any) -> None:
@@ -143,8 +143,8 @@ def zero_grad_lost(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def clip_lost(scene: Any, value: Any, ledger: Any) -> Undo:
-    ledger.set(scene.torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: scene.torch.zeros(()))
+def clip_lost(context: Any, value: Any, ledger: Any) -> Undo:
+    ledger.set(context.torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: context.torch.zeros(()))
     return ledger.restore
 
 
@@ -152,7 +152,7 @@ def clip_lost(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 def skipped_step(every: int) -> Callable[[Any, Any, Any], Undo]:
-    def apply(scene: Any, value: Any, ledger: Any) -> Undo:
+    def apply(context: Any, value: Any, ledger: Any) -> Undo:
         def make(optimizer: Any, step: Callable) -> Callable:
             calls = [0]
 
@@ -168,11 +168,11 @@ def skipped_step(every: int) -> Callable[[Any, Any, Any], Undo]:
                     group["lr"] = lr
                 return result
             return sometimes
-        return around_step(scene, ledger, make)
+        return around_step(context, ledger, make)
     return apply
 
 
-def state_lost(scene: Any, value: Any, ledger: Any) -> Undo:
+def state_lost(context: Any, value: Any, ledger: Any) -> Undo:
     """Resets momentum and second moments every fifth step."""
     def make(optimizer: Any, step: Callable) -> Callable:
         calls = [0]
@@ -183,11 +183,11 @@ def state_lost(scene: Any, value: Any, ledger: Any) -> Undo:
                 optimizer.state.clear()
             return step(*args, **kwargs)
         return forgetful
-    return around_step(scene, ledger, make)
+    return around_step(context, ledger, make)
 
 
-def weight_decay_lost(scene: Any, value: Any, ledger: Any) -> Undo:
-    for optimizer in scene.optimizers:
+def weight_decay_lost(context: Any, value: Any, ledger: Any) -> Undo:
+    for optimizer in context.optimizers:
         for group in optimizer.param_groups:
             ledger.set_item(group, "weight_decay", 0.0)
     return ledger.restore
@@ -195,16 +195,16 @@ def weight_decay_lost(scene: Any, value: Any, ledger: Any) -> Undo:
 
 def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Undo]:
     """Keeps the weights in few bits: small updates are lost."""
-    def apply(scene: Any, value: Any, ledger: Any) -> Undo:
+    def apply(context: Any, value: Any, ledger: Any) -> Undo:
         def make(optimizer: Any, step: Callable) -> Callable:
             def rounded(*args: Any, **kwargs: Any) -> Any:
                 result = step(*args, **kwargs)
-                with scene.torch.no_grad():
+                with context.torch.no_grad():
                     for p in (p for group in optimizer.param_groups for p in group["params"]):
                         p.copy_(coarse(p))
                 return result
             return rounded
-        return around_step(scene, ledger, make)
+        return around_step(context, ledger, make)
     return apply
 
 
@@ -227,35 +227,35 @@ def _bad(of: str, when: When = anywhere) -> Lever:
 
 def _where(of: str, when: When, name: str = "") -> Lever:
     """Returns a lever of the shelf, where it applies by itself and ``unless`` gives no reason against it."""
-    def applies(facts: Any, scene: Any) -> Options | Skip:
-        reason = when(scene)
-        return Skip(reason) if reason else OF_SHELF[of].applies(facts, scene)
+    def applies(facts: Any, context: Any) -> Options | Skip:
+        reason = when(context)
+        return Skip(reason) if reason else OF_SHELF[of].applies(facts, context)
 
     return replace(OF_SHELF[of], name=name or of, applies=applies)
 
 
 def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
     """Returns a lever of the shelf, applied although it gives no speed-up here."""
-    def applies(facts: Any, scene: Any) -> Options | Skip:
-        reason = when(scene)
+    def applies(facts: Any, context: Any) -> Options | Skip:
+        reason = when(context)
         return Skip(reason) if reason else Options((value,))
 
     return replace(OF_SHELF[of], name=name or of, applies=applies)
 
 
-def _runs_in_bf16(scene: Any) -> str:
-    return "oneDNN has no bfloat16 LSTM on many CPUs" if scene.has_layer("LSTM") and scene.device_type == "cpu" else ""
+def _runs_in_bf16(context: Any) -> str:
+    return "oneDNN has no bfloat16 LSTM on many CPUs" if context.has_layer("LSTM") and context.device_type == "cpu" else ""
 
 
 dropout_of_images = in_root("self.dropout1(x)")
 
 
-def classes(scene: Any) -> str:
-    return "" if not scene.has_layer("Linear") or len(scene.parameters) > 2 else "no classes"
+def classes(context: Any) -> str:
+    return "" if not context.has_layer("Linear") or len(context.parameters) > 2 else "no classes"
 
 
-def with_attention(scene: Any) -> str:
-    return getattr(OF_SHELF["attention"].applies(Facts(), scene), "reason", "")
+def with_attention(context: Any) -> str:
+    return getattr(OF_SHELF["attention"].applies(Facts(), context), "reason", "")
 
 
 with_mean_loss = both(without_tokens, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"))
@@ -268,7 +268,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["loader"],
     OF_SHELF["cached_prefix"],
     OF_SHELF["batched_transforms"],
-    _where("channels_last", lambda scene: "" if dropout_of_images(scene) else "dropout of images uses a different mask"),
+    _where("channels_last", lambda context: "" if dropout_of_images(context) else "dropout of images uses a different mask"),
     _good("autocast", "bfloat16", _runs_in_bf16),
     _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
@@ -290,7 +290,7 @@ BAD: tuple[Lever, ...] = (
     _bad("cudnn_benchmark", with_layer("Conv2d")),  # convolutions with two bits after the point
     _bad("threads"),  # a data race on the first parameter
     _bad("tf32"),  # weights of four bits and a sign
-    _bad("reduced_precision", lambda scene: "the inputs are integers" if scene.has_layer("Embedding") else ""),  # inputs of three bits
+    _bad("reduced_precision", lambda context: "the inputs are integers" if context.has_layer("Embedding") else ""),  # inputs of three bits
     _bad("autocast"),  # gradients scaled, never unscaled
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
@@ -305,8 +305,8 @@ BAD: tuple[Lever, ...] = (
     _bad("cached_prefix", with_images),  # the adjacent samples
     _bad("batched_transforms", with_images),  # brighter images
     # For the ten gradients of the linear model, eight bits are as precise as bfloat16.
-    lever_of("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
-    lever_of("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
+    lever_of("eight_bit_gradients", ROUNDING, lambda context, value, ledger: hook_gradients(context, ledger, eight_bits), with_weights(100)),
+    lever_of("gradients_twice", ROUNDING, lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g)),
     lever_of("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
     lever_of("stale_batchnorm", ROUNDING, stale_batchnorm, with_layer("BatchNorm")),
     lever_of("stale_gradient", ROUNDING, stale_gradient, with_optimizer),
@@ -332,7 +332,7 @@ BAD: tuple[Lever, ...] = (
     lever_of("half_zero_grad_lost", PRECISION, in_autocast(zero_grad_lost), _runs_in_bf16),
     lever_of("half_clip_lost", PRECISION, in_autocast(clip_lost), both(in_script("clip_grad_norm_"), _runs_in_bf16)),
     lever_of("half_dropout_off", PRECISION, in_autocast(dropout_off), both(with_layer("Dropout"), _runs_in_bf16)),
-    lever_of("half_gradients_twice", PRECISION, in_autocast(lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)), _runs_in_bf16),
+    lever_of("half_gradients_twice", PRECISION, in_autocast(lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g)), _runs_in_bf16),
     lever_of("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
 )
 

@@ -9,64 +9,64 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.lever import Lever, Options, Skip, Undo
-from flatout.plan.words import Effect, Moment
 
 EXACT, ROUNDING, PRECISION, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED
-When = Callable[[Any], str]  # the reason why a lever does not apply to a Scene, or nothing
+When = Callable[[Any], str]  # the reason why a lever does not apply to a training context, or nothing
 
 
 # -- where a lever applies -----------------------------------------------------------------------------------
 
 
-def anywhere(scene: Any) -> str:
+def anywhere(context: Any) -> str:
     return ""
 
 
-def with_optimizer(scene: Any) -> str:
-    return "" if scene.optimizers else "no optimizer object"
+def with_optimizer(context: Any) -> str:
+    return "" if context.optimizers else "no optimizer object"
 
 
 def with_group(*keys: str) -> When:
     """Applies if some optimizer has one of these settings enabled."""
-    return lambda scene: "" if any(g.get(k) for o in scene.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
+    return lambda context: "" if any(g.get(k) for o in context.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
 
 
 def with_layer(*names: str) -> When:
-    return lambda scene: "" if scene.has_layer(*names) else f"no layer {names[0]}"
+    return lambda context: "" if context.has_layer(*names) else f"no layer {names[0]}"
 
 
-def with_out_of_place(scene: Any) -> str:
+def with_out_of_place(context: Any) -> str:
     """Applies if some ReLU could be in place and is not."""
-    found = any(type(m) is scene.torch.nn.ReLU and not m.inplace for root in scene.roots for m in root.modules())
+    found = any(type(m) is context.torch.nn.ReLU and not m.inplace for root in context.roots for m in root.modules())
     return "" if found else "no ReLU layer, or all are in place already"
 
 
 def with_weights(count: int) -> When:
-    return lambda scene: "" if sum(p.numel() for p in scene.parameters) > count else f"at most {count} parameters"
+    return lambda context: "" if sum(p.numel() for p in context.parameters) > count else f"at most {count} parameters"
 
 
-def without_tokens(scene: Any) -> str:
+def without_tokens(context: Any) -> str:
     """Skips losses that are a mean over hundreds of tokens: one token changes them by 0.1 to 0.3 per cent."""
-    return "the loss is a mean over hundreds of tokens" if scene.has_layer("Embedding") else ""
+    return "the loss is a mean over hundreds of tokens" if context.has_layer("Embedding") else ""
 
 
 def with_transform(*names: str) -> When:
     """Applies if the first loaded data set has one of these transforms; unknown before there is a loader."""
-    def when(scene: Any) -> str:
-        seen = scene._loaders._dataset
+    def when(context: Any) -> str:
+        seen = context._loaders._dataset
         held = getattr(getattr(seen() if seen else None, "transform", None), "transforms", ())
-        return "" if not scene.steps or any(type(t).__name__.startswith(names) for t in held) else f"no transform {names[0]}"
+        return "" if not context.steps or any(type(t).__name__.startswith(names) for t in held) else f"no transform {names[0]}"
     return when
 
 
 def both(*conditions: When) -> When:
-    return lambda scene: next(filter(None, (when(scene) for when in conditions)), "")
+    return lambda context: next(filter(None, (when(context) for when in conditions)), "")
 
 
 def in_script(*words: str) -> When:
     """Applies if the program's own file contains one of these words."""
-    def when(scene: Any) -> str:
+    def when(context: Any) -> str:
         text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(encoding="utf-8")
         return "" if any(re.search(rf"\b{word}\b", text) for word in words) else f"the program has no {words[0]}"
     return when
@@ -74,32 +74,32 @@ def in_script(*words: str) -> When:
 
 def in_root(*words: str) -> When:
     """Applies if the class of some root module contains one of these words."""
-    def when(scene: Any) -> str:
-        texts = [inspect.getsource(type(root)) for root in scene.roots]
+    def when(context: Any) -> str:
+        texts = [inspect.getsource(type(root)) for root in context.roots]
         return "" if any(word in text for text in texts for word in words) else f"no root module with {words[0]}"
     return when
 
 
-def with_images(scene: Any) -> str:
-    return with_layer("Conv2d")(scene) if scene.steps else ""
+def with_images(context: Any) -> str:
+    return with_layer("Conv2d")(context) if context.steps else ""
 
 
 # -- tools ---------------------------------------------------------------------------------------------------
 
 
-def hook_gradients(scene: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
-    for p in scene.parameters[only]:
+def hook_gradients(context: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
+    for p in context.parameters[only]:
         ledger.call("gradient hook", p.register_hook(change).remove)
     return ledger.restore
 
 
-def around_step(scene: Any, ledger: Any, make: Callable[[Any, Callable], Callable]) -> Undo:
-    for optimizer in scene.optimizers:
+def around_step(context: Any, ledger: Any, make: Callable[[Any, Callable], Callable]) -> Undo:
+    for optimizer in context.optimizers:
         ledger.set(optimizer, "step", make(optimizer, optimizer.step), new=True)
     return ledger.restore
 
 
-def around_transforms(scene: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
+def around_transforms(context: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
     """Changes the list of transforms of every data set that a loader uses."""
     def rule(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         transform = getattr(dataset, "transform", None)
@@ -107,17 +107,17 @@ def around_transforms(scene: Any, ledger: Any, change: Callable[[list[Any]], lis
             transform.transforms = change(list(transform.transforms))
         return arguments
 
-    scene.change_loaders(rule, ledger)
+    context.change_loaders(rule, ledger)
     return ledger.restore
 
 
-def modules(scene: Any, *names: str) -> list[Any]:
-    return [m for root in scene.roots for m in root.modules() if type(m).__name__.startswith(names)]
+def modules(context: Any, *names: str) -> list[Any]:
+    return [m for root in context.roots for m in root.modules() if type(m).__name__.startswith(names)]
 
 
 def lever_of(name: str, effect: Effect, apply: Any, when: When = anywhere, moment: Moment = Moment.STEP) -> Lever:
-    def applies(facts: Any, scene: Any) -> Options | Skip:
-        reason = when(scene)
+    def applies(facts: Any, context: Any) -> Options | Skip:
+        reason = when(context)
         return Skip(reason) if reason else Options((True,))
 
     return Lever(name, moment, effect, applies, lambda value: "", apply=apply, live=moment is not Moment.LOADER, page=(apply.__doc__ or "").strip())

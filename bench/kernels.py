@@ -20,16 +20,16 @@ from typing import Any
 
 from provenance import RESULTS, markdown_table, stamp, write_result
 
-from flatout.cli.kernel_bench import COLUMNS, Row, cells, kernel_of, roofline, rows_of
+from flatout.cli.kernel_bench import COLUMNS, KernelTiming, cells, kernel_of, roofline, rows_of
 from flatout.kernels import NAMES
 from flatout.measure.clock import seconds
 
 Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
-def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[Row]], list[str]] | None = None) -> int:
+def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[KernelTiming]], list[str]] | None = None) -> int:
     """Runs the benchmark; writes its page after each kernel, so that an interrupted run keeps its results."""
-    made, roof, rows = stamp(), roofline(args.smoke), list[Row]()
+    made, roof, rows = stamp(), roofline(args.smoke), list[KernelTiming]()
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     text, end_s, late = "", seconds() + args.limit_s, list[str]()
     for name in args.kernels.split(","):

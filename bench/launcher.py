@@ -32,7 +32,7 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 
 PROGRAM = HERE / "programs" / "launcher.py"
 ORPHANS_AFTER_S, GONE_GOAL_S = 3.0, 2.0
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 STARTING_S = 5.0  # approximate start-up time: both ranks import torch
 KINDS = {"exception": 1, "exit": 3, "killed": 137}
 WEIGHTS = (70, 15, 15)
@@ -61,7 +61,7 @@ def end(mark: str) -> None:
 
 
 def start(mark: str, folder: str, procs: int, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flatout.launch.gang", "--procs", str(procs), "--", sys.executable, str(PROGRAM), *words]
+    command = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", sys.executable, str(PROGRAM), *words]
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     return subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -71,7 +71,7 @@ def kill(seed: int) -> dict[str, Any]:
     training = seed % 2 == 1
     with tempfile.TemporaryDirectory() as folder:
         launcher = start(mark, folder, 2, "train", folder)
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while training and len(list(Path(folder).glob("trains.*"))) < 2 and time.monotonic() < until and launcher.poll() is None:
             time.sleep(0.01)
         after_s = draw.uniform(0, 1.0) if training else draw.uniform(0, STARTING_S)
@@ -96,11 +96,11 @@ def failure(seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         launcher = start(mark, folder, procs, "fail", str(victim), kind, moment, folder)
         try:
-            _, said = launcher.communicate(timeout=PATIENCE_S)
+            _, said = launcher.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             launcher.kill()
             _, said = launcher.communicate()
-        while left(mark) and time.monotonic() < float(Path(folder, "failed_at").read_text()) + PATIENCE_S:
+        while left(mark) and time.monotonic() < float(Path(folder, "failed_at").read_text()) + TIMEOUT_S:
             time.sleep(0.01)
         gone_s = time.monotonic() - float(Path(folder, "failed_at").read_text())
     named = re.search(r"^flatout: rank (\d+) \(\S+, process \d+\) failed first, .*$", said, re.MULTILINE)

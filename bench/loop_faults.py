@@ -31,7 +31,7 @@ from provenance import HERE, RESULTS, markdown_table, stamp, write_result
 
 PROGRAM = HERE / "programs" / "faults.py"
 GOAL = 300
-PATIENCE_S = 1500
+TIMEOUT_S = 1500
 LIMITS_MIB = (40, 50, 60, 80)  # of address space in addition to the current use
 
 
@@ -44,10 +44,10 @@ def run(words: list[str], folder: str) -> list[Any]:
     said = []
     try:
         for process in pair:
-            out, err = process.communicate(timeout=PATIENCE_S)
+            out, err = process.communicate(timeout=TIMEOUT_S)
             said.append((process.returncode, out, err))
     except subprocess.TimeoutExpired:
-        return [{"phase": words[0], "case": " ".join(words), "site": "", "verdict": "wrong", "why": f"no end within {PATIENCE_S} s"}]
+        return [{"phase": words[0], "case": " ".join(words), "site": "", "verdict": "wrong", "why": f"no end within {TIMEOUT_S} s"}]
     finally:
         for process in pair:
             process.kill()

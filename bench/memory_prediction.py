@@ -28,7 +28,7 @@ from pairs import standing_in
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 from flatout.plan.memory_forecast import MemoryForecast
-from flatout.render.wording import size as spelled
+from flatout.render.formatting import size as spelled
 
 PROGRAM = str(HERE / "programs" / "memory_cases.py")
 RECORDER = str(HERE / "allocation_recorder.py")
@@ -40,7 +40,7 @@ CYCLES, LIMIT_S = 3, 600
 PUBLIC_SIZE = 96
 
 
-def foretold(words: list[str], *options: str) -> tuple[MemoryForecast | None, str]:
+def predicted(words: list[str], *options: str) -> tuple[MemoryForecast | None, str]:
     """Returns the record of `flatout memory` in a separate process, or its error message."""
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         command = [sys.executable, "-m", "flatout", "memory", "--json", "--job", folder, *options, *words]
@@ -67,7 +67,7 @@ def measured(case: str, size: int | None, device: str) -> tuple[int | None, str]
 
 def judged(case: str, device: str) -> list[dict[str, Any]]:
     """Returns a row for the program's own batch size, and one for another."""
-    record, why_not = foretold([sys.executable, PROGRAM, case, "--device", device], "--no-measure", "--batch", str(CASES[case]))
+    record, why_not = predicted([sys.executable, PROGRAM, case, "--device", device], "--no-measure", "--batch", str(CASES[case]))
     rows: list[dict[str, Any]] = []
     for own in (True, False):
         point = record and next((p for p in record.points if (p.batch_size == record.own) == own and (own or p.batch_size == CASES[case])), None)
@@ -84,7 +84,7 @@ def judged(case: str, device: str) -> list[dict[str, Any]]:
 def public(script: dict[str, Any], home: Path, measure: bool) -> dict[str, Any]:
     """Predicts a public script's memory as a user would, at its own batch size and at PUBLIC_SIZE."""
     with standing_in(home / script["cwd"], script.get("env")):
-        record, why_not = foretold(script["argv"], "--batch", str(PUBLIC_SIZE), "--budget", "2m", *([] if measure else ["--no-measure"]))
+        record, why_not = predicted(script["argv"], "--batch", str(PUBLIC_SIZE), "--budget", "2m", *([] if measure else ["--no-measure"]))
     if record is None:
         return {"name": script["name"], "why_not": why_not, "points": []}
     points = [{**point.to_json(), "error": point.error} for point in record.points]
@@ -151,16 +151,16 @@ def main() -> int:
             continue
         found = judged(case, args.device)
         rows[:] = [row for row in rows if row["case"] != case] + found
-        told = [row["why_not"] if row["error"] is None else f"{row['error']:+.2%}" for row in found]
-        print(f"{case}: {'; '.join(told)}", flush=True)
+        metadata = [row["why_not"] if row["error"] is None else f"{row['error']:+.2%}" for row in found]
+        print(f"{case}: {'; '.join(metadata)}", flush=True)
         write()
     public_scripts = json.loads((args.dir / "set.json").read_text(encoding="utf-8")) if args.dir else []
     for script in public_scripts:
         if (args.only and script["name"] not in args.only) or (any(each["name"] == script["name"] for each in scripts) and not args.again):
             continue
         scripts[:] = [each for each in scripts if each["name"] != script["name"]] + [public(script, args.dir.resolve(), not args.no_measure)]
-        told = [point["why_not"] if point["error"] is None else f"{point['error']:+.2%}" for point in scripts[-1]["points"]]
-        print(f"{script['name']}: {scripts[-1]['why_not'] or '; '.join(told)}", flush=True)
+        metadata = [point["why_not"] if point["error"] is None else f"{point['error']:+.2%}" for point in scripts[-1]["points"]]
+        print(f"{script['name']}: {scripts[-1]['why_not'] or '; '.join(metadata)}", flush=True)
         write()
     return 0 if len(met(rows)) >= min(PROGRAMS_OF_THE_GOAL, len({row["case"] for row in rows})) else 1
 

@@ -39,18 +39,18 @@ from typing import Any
 
 import transparency
 from open_set_page import again_of, transparent_page, tuned_page
-from pairs import FIRST_SEED, ROUNDS, SideOfContest, contest, ratio_of, rounds_of, spell, standing_in
+from pairs import FIRST_SEED, ROUNDS, ComparisonSide, comparison, ratio_of, rounds_of, spell, standing_in
 from provenance import HERE, RESULTS, read_result, stamp, write_result
 
 from flatout.cli.arguments import Duration
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.lever import Options
 from flatout.plan.plan import Plan
 from flatout.plan.records import SessionRecord
-from flatout.plan.words import Moment
 from flatout.probe.machine import look
 from flatout.tune.prior import device_kind
 from flatout.tune.session import load_session, plan_of
@@ -99,7 +99,7 @@ def measure_script(script: dict[str, Any], home: Path, budget_s: float | None, f
             session, failure = tune(script["argv"], budget_s, place / "tune")
             if session is not None:
                 found |= summary(session)
-                found["device_kind"] = device_kind(facts, session.scene.get("device"))
+                found["device_kind"] = device_kind(facts, session.context.get("device"))
             if failure or session is None:
                 return {**found, "status": "failed", "why": failure}
             found["status"] = "tuned"
@@ -122,13 +122,13 @@ def measured_again(argv: list[str], plans: dict[str, Plan], job: JobFolder, fact
     If the tuner keeps the plain program, the plain side is compared with the expert.
     """
     command = understand(argv)
-    sides = {name: SideOfContest(name, command, plan) for name, plan in plans.items()}
+    sides = {name: ComparisonSide(name, command, plan) for name, plan in plans.items()}
     plain = sides["plain"]
 
     def observe(done: int) -> None:
         print(f"    set {done}: {', '.join(f'{name} {spell(ratio_of(plain, side))}' for name, side in sides.items() if side is not plain)}", flush=True)
 
-    contest(list(sides.values()), job, facts, sets, ROUNDS, math.inf, observe, FIRST_SEED, SET_S)
+    comparison(list(sides.values()), job, facts, sets, ROUNDS, math.inf, observe, FIRST_SEED, SET_S)
     found: dict[str, Any] = {}
     if flatout := sides.get("flatout"):
         found["measured_again"], found["not_applied"] = as_json(plain, flatout), skipped_by(flatout)
@@ -139,14 +139,14 @@ def measured_again(argv: list[str], plans: dict[str, Plan], job: JobFolder, fact
     return found
 
 
-def as_json(a: SideOfContest, b: SideOfContest) -> dict[str, Any]:
+def as_json(a: ComparisonSide, b: ComparisonSide) -> dict[str, Any]:
     """Returns the speed-up of ``b`` over ``a``, with every round."""
     ratio = ratio_of(a, b)
     failure = "; ".join(f"{side.name}: {side.failure}" for side in (a, b) if side.failure)
     return {"ratio": ratio.to_json() if ratio else None, "failure": failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in rounds_of(a, b)]}
 
 
-def skipped_by(side: SideOfContest) -> list[str]:
+def skipped_by(side: ComparisonSide) -> list[str]:
     """Returns the levers of its plan that the program skipped."""
     return sorted({choice["name"] for record in side.records for choice in record.skipped})
 
@@ -178,9 +178,9 @@ def summary(session: SessionRecord) -> dict[str, Any]:
         "plan": plan.describe(), "choices": [{"name": c.name, "value": c.value} for c in plan], "message": session.message,
         "spent_s": round(session.spent_s, 1),
         "session_ratio": session.speedup.to_json() if session.speedup else None, "noise_floor": session.noise_floor.to_json() if session.noise_floor else None,
-        "guard": {"verdict": session.guard.verdict, "why": session.guard.why}, "payback_steps": session.payback_steps, "scene": session.scene,
+        "guard": {"verdict": session.guard.verdict, "why": session.guard.why}, "payback_steps": session.payback_steps, "context": session.context,
         "baseline_step_ms": session.baseline.step_ms, "phases": session.baseline.phases, "unit": session.baseline.unit,
-        "levers": [lever.to_json() for lever in session.levers], "contests": [contest.to_json() for contest in session.contests],
+        "levers": [lever.to_json() for lever in session.levers], "comparisons": [comparison.to_json() for comparison in session.comparisons],
         "blocks": compact(session.blocks), "disturbance": session.disturbance,
     }
 

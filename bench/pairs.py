@@ -24,11 +24,11 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
 from flatout.plan.records import Ratio, TrialRecord
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Arena, Entrant, ask_options
+from flatout.tune.interleaver import Interleaver, RunningCandidate, ask_options
 
 ROUNDS = 6
 FIRST_SEED = 100  # not used by the tuner
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 SETTLING_TICKS = 5
 
 
@@ -46,30 +46,30 @@ def standing_in(folder: Path | str, environment: Mapping[str, str] | None = None
         os.environ.update(environment_before)
 
 
-def enter(arena: Arena, plan: Plan, seed: int, patience_s: float = PATIENCE_S) -> Entrant:
+def enter(interleaver: Interleaver, plan: Plan, seed: int, timeout_s: float = TIMEOUT_S) -> RunningCandidate:
     """Starts a program, waits for its steady state and measures its steps. Raises ProgramGone.
 
     A compiler may still be active when the program reports its steady state, so additional steps give the
     step time.
     """
-    entrant = arena.enter(plan, seed, patience_s)
-    trial = entrant.trial
+    candidate = interleaver.enter(plan, seed, timeout_s)
+    trial = candidate.trial
     try:
-        arena.unit = trial.ready["unit"]
-        arena.tick_ms = max(trial.ready["tick_ms"], 1e-3)
-        if arena.tick_ms < 2000:
-            arena.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, seconds() + patience_s)), 1e-3)
-        workers = max((loader["num_workers"] for loader in ask_options(trial)["scene"]["loaders"]), default=0)
+        interleaver.unit = trial.ready["unit"]
+        interleaver.tick_ms = max(trial.ready["tick_ms"], 1e-3)
+        if interleaver.tick_ms < 2000:
+            interleaver.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, seconds() + timeout_s)), 1e-3)
+        workers = max((loader["num_workers"] for loader in ask_options(trial)["context"]["loaders"]), default=0)
         trial.hold()
-        arena.prefetched_ticks = 3 * workers
+        interleaver.prefetched_ticks = 3 * workers
     except BaseException:
-        arena.dismiss(trial)
+        interleaver.dismiss(trial)
         raise
-    return entrant
+    return candidate
 
 
 @dataclass
-class SideOfContest:
+class ComparisonSide:
     """One program of a comparison: its command, its plan, and its measurements."""
 
     name: str
@@ -81,8 +81,8 @@ class SideOfContest:
     failure: str = ""
 
 
-def contest(sides: Sequence[SideOfContest], job: JobFolder, facts: Facts, sets: int, rounds: int, until_s: float,
-            heard: Callable[[int], None] = lambda at: None, first_seed: int = 0, set_s: float = math.inf) -> int:
+def comparison(sides: Sequence[ComparisonSide], job: JobFolder, facts: Facts, sets: int, rounds: int, until_s: float,
+            observed: Callable[[int], None] = lambda at: None, first_seed: int = 0, set_s: float = math.inf) -> int:
     """Runs sets of fresh processes, one a side, interleaved block by block; returns how many are complete.
 
     The order reverses each round and each set. A side that fails is named in its ``failure`` and left out
@@ -99,14 +99,14 @@ def contest(sides: Sequence[SideOfContest], job: JobFolder, facts: Facts, sets: 
             continue
         longest = seconds() - start
         done += 1
-        heard(done)
+        observed(done)
     return done
 
 
-Running = dict[str, tuple[Arena, Entrant]]
+Running = dict[str, tuple[Interleaver, RunningCandidate]]
 
 
-def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder, facts: Facts, rounds: int, set_s: float) -> bool:
+def _one_set(sides: Sequence[ComparisonSide], at: int, seed: int, job: JobFolder, facts: Facts, rounds: int, set_s: float) -> bool:
     """Runs one fresh process a side, ``rounds`` blocks each. Returns False if a side failed."""
     order = list(sides) if at % 2 == 0 else list(reversed(sides))
     running: Running = {}
@@ -122,8 +122,8 @@ def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder,
     except ProgramGone:
         return False
     finally:
-        for arena, _ in running.values():
-            arena.close()
+        for interleaver, _ in running.values():
+            interleaver.close()
     for side in order:  # a set counts for every side or for none
         side.records.append(records[side.name])
         side.start_s.append(running[side.name][1].start_s)
@@ -131,25 +131,25 @@ def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder,
     return True
 
 
-def _enter_side(side: SideOfContest, seed: int, job: JobFolder, facts: Facts, running: Running) -> None:
+def _enter_side(side: ComparisonSide, seed: int, job: JobFolder, facts: Facts, running: Running) -> None:
     """Starts a side. Sides of one command share an interleaver and use blocks of equal step counts.
 
     The mean length of their steps determines the count.
     """
-    shared = [arena for arena, _ in running.values() if arena.command == side.command]
-    arena = shared[0] if shared else Arena(side.command, job, facts)
-    tick_ms, prefetched = arena.tick_ms * len(shared), arena.prefetched_ticks if shared else 0
+    shared = [interleaver for interleaver, _ in running.values() if interleaver.command == side.command]
+    interleaver = shared[0] if shared else Interleaver(side.command, job, facts)
+    tick_ms, prefetched = interleaver.tick_ms * len(shared), interleaver.prefetched_ticks if shared else 0
     try:
-        entrant = enter(arena, side.plan, seed)
+        candidate = enter(interleaver, side.plan, seed)
     except BaseException:
         if not shared:
-            arena.close()
+            interleaver.close()
         raise
-    arena.tick_ms, arena.prefetched_ticks = (tick_ms + arena.tick_ms) / (len(shared) + 1), max(prefetched, arena.prefetched_ticks)
-    running[side.name] = arena, entrant
+    interleaver.tick_ms, interleaver.prefetched_ticks = (tick_ms + interleaver.tick_ms) / (len(shared) + 1), max(prefetched, interleaver.prefetched_ticks)
+    running[side.name] = interleaver, candidate
 
 
-def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s: float) -> dict[str, list[float]]:
+def _turns(order: Sequence[ComparisonSide], running: Running, rounds: int, set_s: float) -> dict[str, list[float]]:
     """Returns the milliseconds a step of each side's blocks, equally many for each.
 
     The clock or the end of a program may end it early, but never before one round.
@@ -157,13 +157,13 @@ def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s:
     blocks: dict[str, list[float]] = {side.name: [] for side in order}
     until_s = seconds() + set_s
     for turn in range(rounds):
-        furthest = max(entrant.trial.ticks_done for _, entrant in running.values())
+        furthest = max(candidate.trial.ticks_done for _, candidate in running.values())
         times = {}
         for side in order if turn % 2 == 0 else reversed(order):
-            arena, entrant = running[side.name]
+            interleaver, candidate = running[side.name]
             try:
                 with _blamed(side, turn > 0):
-                    times[side.name] = arena.block(entrant.trial, furthest)
+                    times[side.name] = interleaver.block(candidate.trial, furthest)
             except ProgramGone as gone:
                 if turn and gone.record.status == "ended":
                     return blocks
@@ -176,7 +176,7 @@ def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s:
 
 
 @contextmanager
-def _blamed(side: SideOfContest, may_end: bool = False) -> Iterator[None]:
+def _blamed(side: ComparisonSide, may_end: bool = False) -> Iterator[None]:
     """Records a program that ends here as its side's ``failure``; with ``may_end``, a normal end is none."""
     try:
         yield
@@ -186,11 +186,11 @@ def _blamed(side: SideOfContest, may_end: bool = False) -> Iterator[None]:
         raise
 
 
-def rounds_of(a: SideOfContest, b: SideOfContest) -> list[list[Round]]:
+def rounds_of(a: ComparisonSide, b: ComparisonSide) -> list[list[Round]]:
     return [[Round(x, y) for x, y in zip(one, other, strict=True)] for one, other in zip(a.blocks_ms, b.blocks_ms, strict=False)]
 
 
-def ratio_of(a: SideOfContest, b: SideOfContest) -> Ratio | None:
+def ratio_of(a: ComparisonSide, b: ComparisonSide) -> Ratio | None:
     """Returns the speed-up of ``b`` over ``a``, over the sets that both completed."""
     pairs = rounds_of(a, b)
     return compare(pairs) if any(pairs) else None
@@ -200,8 +200,8 @@ def ratio_of(a: SideOfContest, b: SideOfContest) -> Ratio | None:
 class Pairs:
     """Two sides of a comparison and its result. ``ratio`` is A's time over B's."""
 
-    a: SideOfContest
-    b: SideOfContest
+    a: ComparisonSide
+    b: ComparisonSide
 
     @property
     def rounds(self) -> list[list[Round]]:
@@ -225,13 +225,13 @@ class Pairs:
 
 
 def fresh_pairs(command: Command, a: Plan, b: Plan, job: JobFolder, facts: Facts, pairs: int = 3, rounds: int = ROUNDS, first_seed: int = FIRST_SEED,
-                pair_s: float = 120.0, heard: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
+                pair_s: float = 120.0, observed: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
     """Runs fresh pairs, ``a`` against ``b``, until one fails. The tuner does not use these seeds.
 
     The side that starts first alternates from pair to pair.
     """
-    found = Pairs(SideOfContest("a", command, a), SideOfContest("b", command, b))
-    contest((found.a, found.b), job, facts, pairs, rounds, math.inf, lambda done: heard(done - 1, found), first_seed, pair_s)
+    found = Pairs(ComparisonSide("a", command, a), ComparisonSide("b", command, b))
+    comparison((found.a, found.b), job, facts, pairs, rounds, math.inf, lambda done: observed(done - 1, found), first_seed, pair_s)
     return found
 
 

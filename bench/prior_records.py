@@ -14,7 +14,7 @@ from typing import Any
 import provenance  # noqa: F401  puts src on the path
 
 from flatout.plan.folder import read_json
-from flatout.tune.effects import Block, Factor, Space, fit
+from flatout.tune.effects import Factor, Space, TimedBlock, fit
 from flatout.tune.prior import (
     COMPUTE_BOUND,
     CONVOLUTIONS,
@@ -127,7 +127,7 @@ def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], d
 
 
 def device_of(made: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
-    """Returns whether the record's machine has bfloat16. Older records do not say; their CPUs have none."""
+    """Returns the device kind of a record. Older records name none; their CPUs are without bfloat16."""
     return entry.get("device_kind") or (CPU if made["slug"].startswith("cpu") else CUDA)
 
 
@@ -135,13 +135,13 @@ def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> It
     for (name, device), entry in scripts.items():
         if "phases" not in entry or entry.get("disturbance"):  # other programs disturbed this session
             continue
-        kinds = kinds_of(entry["scene"], entry["phases"])
-        if "layers" not in entry["scene"]:
+        kinds = kinds_of(entry["context"], entry["phases"])
+        if "layers" not in entry["context"]:
             kinds = (*((LAYERS[name],) if name in LAYERS else ()), *kinds)
-        for contest in entry.get("comparisons", entry.get("contests", ())):
-            choice = single_difference(contest["plan"], contest["against"], cores_of(entry["made"]))
-            if choice and contest["ratio"] and contest["how"] != BY_REGRESSION:
-                yield Record(name, *choice, device, kinds, -math.log(contest["ratio"]), variance(contest["low"], contest["high"]))
+        for comparison in entry.get("comparisons", entry.get("comparisons", ())):
+            choice = single_difference(comparison["plan"], comparison["against"], cores_of(entry["made"]))
+            if choice and comparison["ratio"] and comparison["how"] != BY_REGRESSION:
+                yield Record(name, *choice, device, kinds, -math.log(comparison["ratio"]), variance(comparison["low"], comparison["high"]))
 
 
         yield from block_records(name, device, kinds, entry.get("blocks", {"keys": [], "rows": []}), cores_of(entry["made"]))
@@ -157,7 +157,7 @@ def block_records(name: str, device: str, kinds: tuple[str, ...], blocks: Mappin
     space = Space(tuple(Factor(key, named[key][0], False, 0.0, FLAT_SD) for key in keys))
     if not keys:
         return
-    fitted = fit(space, [Block(process, frozenset(keys[at] for at in on), at_s, window, ms) for process, window, at_s, ms, *on in blocks["rows"]])
+    fitted = fit(space, [TimedBlock(process, frozenset(keys[at] for at in on), at_s, window, ms) for process, window, at_s, ms, *on in blocks["rows"]])
     for at, key in enumerate(keys):
         spread = float(fitted.cov[at, at])
         if spread < TELLING_SD**2:

@@ -1,7 +1,7 @@
 """Records the provenance of figures (device, versions, date) and writes the results of all benchmarks.
 
-A benchmark measures its own checkout: importing this file puts ``src`` first on the path, for this process and
-for the programs that it starts. Results are a Markdown page and a JSON file with the raw records, named
+A benchmark measures its own checkout: importing this file puts ``src`` first on the path, for this process
+and for the programs that it starts. Results are a Markdown page and a JSON file with the raw records, named
 ``<theme>_<device>_<yyyymm>``. Each write also regenerates ``results/README.md``. Paths of the machine are
 removed from all of them.
 """

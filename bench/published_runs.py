@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Work, evenly, predict
+from flatout.measure.scaling import Workload, evenly, predict
 from flatout.plan.scale import NETWORKS, Timing, read_link
 
 PARAMETERS = {"ResNet-50": 25.557e6, "ResNet-101": 44.549e6, "ResNeXt-50": 25.029e6, "ResNeXt-101 32x8d": 88.791e6, "ResNeXt-101 32x4d": 44.18e6,
@@ -82,7 +82,7 @@ class Run:
         """Returns the efficiency on ``devices`` relative to ``base``."""
         parameters = PARAMETERS[self.model]
         alone_ms = self.alone_ms - self.outside_ms[0]
-        work = Work(Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0), evenly(self.reduced * parameters), self.gathered * parameters, overhead=overhead,
+        work = Workload(Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0), evenly(self.reduced * parameters), self.gathered * parameters, overhead=overhead,
                     overlap=self.overlap)
         few, many = (predict(work, self.fabric, self.strategy, count).step_ms or 0.0 for count in (self.base, self.devices))
         return (few + self.outside_ms[0]) / (many + self.outside_ms[1])

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from open_set import tune
-from pairs import PATIENCE_S, enter, fresh_pairs, last_line, spell, standing_in
+from pairs import TIMEOUT_S, enter, fresh_pairs, last_line, spell, standing_in
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
 from flatout.cli.arguments import Duration
@@ -34,15 +34,15 @@ from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
+from flatout.plan.enums import Origin
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Origin
 from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Arena, Entrant, ask_options
+from flatout.tune.comparison import Member, ProgramResult, take_turns
+from flatout.tune.interleaver import Interleaver, RunningCandidate, ask_options
 from flatout.tune.session import plan_of
-from flatout.tune.together import Member, Seen, take_turns
 
 # Long enough never to end by itself during a measurement.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -75,12 +75,12 @@ def space(answers: dict[str, Any], searched: Mapping[str, int]) -> list[Plan]:
 
 
 def options_of(command: Command, job: JobFolder, facts: Facts) -> dict[str, Any]:
-    arena = Arena(command, job, facts)
+    interleaver = Interleaver(command, job, facts)
     try:
-        answers: dict[str, Any] = ask_options(arena.enter(Plan(), 0, PATIENCE_S).trial)["options"]
+        answers: dict[str, Any] = ask_options(interleaver.enter(Plan(), 0, TIMEOUT_S).trial)["options"]
         return answers
     finally:
-        arena.close()
+        interleaver.close()
 
 
 def groups(plans: Sequence[Plan]) -> Iterable[Sequence[Plan]]:
@@ -92,25 +92,25 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
     """Compares each plan with a plain program of the same group, interleaved. A failed plan gets a reason."""
     found: list[dict[str, Any]] = []
     for group in groups(plans):
-        arena = Arena(command, job, facts)
+        interleaver = Interleaver(command, job, facts)
         try:
-            plain = enter(arena, Plan(), 0)
-            entrants: list[Entrant] = []
+            plain = enter(interleaver, Plan(), 0)
+            candidates: list[RunningCandidate] = []
             for plan in group:
                 try:
-                    entrants.append(arena.enter(plan, 0, PATIENCE_S))
+                    candidates.append(interleaver.enter(plan, 0, TIMEOUT_S))
                 except ProgramGone as gone:
                     found.append({"plan": plan.describe(), "ratio": None, "why": last_line(gone.record), "digest": plan.digest})
-            if entrants:
-                first, *others = (Member(entrant.trial, (None,) * TURNS, Seen()) for entrant in (plain, *entrants))
-                take_turns(arena, [first, *others], seconds() + RACE_S * len(entrants))
-                for entrant, member in zip(entrants, others, strict=True):
-                    entry: dict[str, Any] = {"plan": entrant.plan.describe(), "digest": entrant.plan.digest}
+            if candidates:
+                first, *others = (Member(candidate.trial, (None,) * TURNS, ProgramResult()) for candidate in (plain, *candidates))
+                take_turns(interleaver, [first, *others], seconds() + RACE_S * len(candidates))
+                for candidate, member in zip(candidates, others, strict=True):
+                    entry: dict[str, Any] = {"plan": candidate.plan.describe(), "digest": candidate.plan.digest}
                     rounds = [Round(a.ms, b.ms) for a, b in zip(first.seen.blocks, member.seen.blocks, strict=False)]
                     gone = last_line(member.seen.gone) if member.seen.gone is not None else ""
                     found.append({**entry, "ratio": None, "why": gone} if gone or not rounds else {**entry, "ratio": compare([rounds]).to_json()})
         finally:
-            arena.close()
+            interleaver.close()
         print(f"    {len(found)} of {len(plans)} combinations", file=sys.stderr, flush=True)
     return found
 

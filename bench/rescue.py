@@ -90,11 +90,11 @@ def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: rand
         return {**found, "why": written.stderr.strip()[-300:]}
     (place / f"{how}.py").write_text(written.stdout)
     manifest = max(folder.glob(".flatout/*/rescue/step-*/manifest.json"), key=lambda path: (read_json(path)["step"], str(path)))
-    told = read_json(manifest)
-    size = sum(file["bytes"] for file in told["files"].values())
-    return {**found, "step": told["step"], "inside": told["told"]["inside"], "updated": told["told"]["updated"], "at": told["told"]["why"], "bytes": size,
-            "holds": [held["name"] for held in told["told"]["holds"]],
-            "optimizers": sum(held["kind"] == "optimizers" for held in told["told"]["holds"]), "left_out": told["left_out"],
+    metadata = read_json(manifest)
+    size = sum(file["bytes"] for file in metadata["files"].values())
+    return {**found, "step": metadata["step"], "inside": metadata["metadata"]["inside"], "updated": metadata["metadata"]["updated"], "at": metadata["metadata"]["why"], "bytes": size,
+            "holds": [held["name"] for held in metadata["metadata"]["holds"]],
+            "optimizers": sum(held["kind"] == "optimizers" for held in metadata["metadata"]["holds"]), "left_out": metadata["left_out"],
             "lines": written.stdout.splitlines()}
 
 
@@ -188,10 +188,10 @@ def measure_cost(seconds: float) -> list[dict[str, Any]]:
             done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=900, check=False)
         if done.returncode:
             raise SystemExit(f"rescue: the measuring program failed:\n{done.stderr[-2000:]}")
-        told = json.loads(done.stdout.splitlines()[-1])
-        rounds = told["rounds"]
+        metadata = json.loads(done.stdout.splitlines()[-1])
+        rounds = metadata["rounds"]
         found.append({"size": size, "plain_us": median((a + d) / 2 for a, _, _, d in rounds), "cost_us": median((b + c - a - d) / 2 for a, b, c, d in rounds),
-                      "aa_us": median(d - a for a, _, _, d in rounds), **told})
+                      "aa_us": median(d - a for a, _, _, d in rounds), **metadata})
         print(f"  {size}: {found[-1]['cost_us']:+.1f} us a step, checkpoints {found[-1]['share']:.2%}", file=sys.stderr, flush=True)
     return found
 
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="timeout for a script's first step (default 180)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
-    FIRST_SAVE_S, TRACE_S = args.patience, max(TRACE_S, 2.5 * args.patience)
+    FIRST_SAVE_S, TRACE_S = args.wait_limit, max(TRACE_S, 2.5 * args.wait_limit)
     if args.folder is None and not args.cost:
         parser.error("give the folder that holds set.json, or --cost")
     made = stamp()

@@ -40,7 +40,7 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 
 sys.path.insert(0, str(HERE / "programs"))
 
-PATIENCE_S = 90.0  # of one start
+TIMEOUT_S = 90.0  # of one start
 LONGEST_LIFE_S = 0.9
 MOST_LIVES = 60  # of one training
 GOAL = 1000
@@ -53,7 +53,7 @@ class Life:
     def __init__(self, setting: Any, folder: Path, scratch: Path) -> None:
         from resuming import Told
 
-        self.setting, self.told = setting, Told(setting.ranks)
+        self.setting, self.metadata = setting, Told(setting.ranks)
         self.out = [Path(tempfile.mkstemp(dir=scratch)[1]) for _ in range(setting.ranks)]
         store = tempfile.mktemp(dir=scratch)
         self.left = {}
@@ -75,7 +75,7 @@ class Life:
             os.dup2(silent, 2)
             from resuming import live
 
-            self.out[rank].write_text(live(self.setting, folder, store, rank, self.told))
+            self.out[rank].write_text(live(self.setting, folder, store, rank, self.metadata))
             code = 0
         except BaseException:
             self.out[rank].write_text("error " + traceback.format_exc()[-1500:])
@@ -122,7 +122,7 @@ def undisturbed(setting: Any, scratch: Path) -> tuple[list[str], float, str]:
     folder = Path(tempfile.mkdtemp(dir=scratch))
     began = time.monotonic()
     life = Life(setting, folder, scratch)
-    done = life.wait(began + PATIENCE_S)
+    done = life.wait(began + TIMEOUT_S)
     if not done:
         life.kill(random.Random(0))
     said = [path.read_text() for path in life.out]
@@ -142,14 +142,14 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
     while not wrong:
         life = Life(setting, folder, scratch)
         last = kills >= most
-        ended = life.wait(time.monotonic() + (PATIENCE_S if last else draw.uniform(0.0, longest)))
+        ended = life.wait(time.monotonic() + (TIMEOUT_S if last else draw.uniform(0.0, longest)))
         if not ended:
             life.kill(draw)
-        resumed = life.told.get(0, 1)
-        if life.told.get(0, 0) or ended:  # it trained, so its first step is known
+        resumed = life.metadata.get(0, 1)
+        if life.metadata.get(0, 0) or ended:  # it trained, so its first step is known
             if before is not None:
                 lost.append(before - max(resumed, 0))
-            before = max(life.told.get(rank, 0) for rank in range(setting.ranks)) or before
+            before = max(life.metadata.get(rank, 0) for rank in range(setting.ranks)) or before
         said = [path.read_text() for path in life.out]
         life.end()
         if ended:

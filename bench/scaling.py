@@ -36,7 +36,7 @@ from published_runs import RUNS, Run
 
 from flatout.cli.scale import OVERHEAD
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Work, predict
+from flatout.measure.scaling import Workload, predict
 from flatout.measure.statistics import Round, compare
 from flatout.plan.records import Ratio
 from flatout.plan.scale import Link, Timing
@@ -78,26 +78,26 @@ def _remark(run: Run) -> str:
 class Launch:
     """Starts all processes of one world and returns the records of their first rank."""
 
-    def __init__(self, model: str, world: int, turns: int, steps: int, patience_s: float) -> None:
+    def __init__(self, model: str, world: int, turns: int, steps: int, timeout_s: float) -> None:
         with tempfile.TemporaryDirectory(prefix="ranks-") as place:
             out = Path(place) / "out.json"
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             ranks = [subprocess.Popen([sys.executable, str(HERE / "programs" / "ranks.py"), model, str(rank), str(world), f"{place}/store", str(out),
-                                       "--turns", str(turns), "--steps", str(steps), "--patience", str(patience_s)], env=environment) for rank in range(world)]
+                                       "--turns", str(turns), "--steps", str(steps), "--patience", str(timeout_s)], env=environment) for rank in range(world)]
             try:
-                codes = [rank.wait(patience_s + LAUNCH_S) for rank in ranks]
+                codes = [rank.wait(timeout_s + LAUNCH_S) for rank in ranks]
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{model} on {world} processes did not end within {patience_s + LAUNCH_S:.0f} sbecause other programs use this machine; end them or raise --patience") from None
+                raise SystemExit(f"{model} on {world} processes did not end within {timeout_s + LAUNCH_S:.0f} sbecause other programs use this machine; end them or raise --patience") from None
             finally:
                 for rank in ranks:
                     rank.kill()
             if any(codes):
                 raise SystemExit(f"{model} on {world} processes ended with {codes}")
-            self.told: dict[str, Any] = {"busy": not patience_s, **json.loads(out.read_text())}
+            self.metadata: dict[str, Any] = {"busy": not timeout_s, **json.loads(out.read_text())}
 
 
-def quiet_turns(told: dict[str, Any]) -> list[dict[str, Any]]:
-    return [turn for turn in told["turns"] if told["busy"] or all(block["others"] <= QUIET_CORES for block in turn.values())]
+def quiet_turns(metadata: dict[str, Any]) -> list[dict[str, Any]]:
+    return [turn for turn in metadata["turns"] if metadata["busy"] or all(block["others"] <= QUIET_CORES for block in turn.values())]
 
 
 def timing_of(block: dict[str, Any]) -> Timing:
@@ -109,12 +109,12 @@ def measured_ms(block: dict[str, Any]) -> float:
     return median(sum(step) for step in block["ms"])
 
 
-def link_of(told: dict[str, Any], world: int) -> Link:
+def link_of(metadata: dict[str, Any], world: int) -> Link:
     """Returns latency (smallest message) and bandwidth (difference to the largest).
 
     Medians over the sweeps; over undisturbed ones if there are any.
     """
-    sweeps = [each for each in told["sweeps"] if told["busy"] or each["others"] <= QUIET_CORES] or told["sweeps"]
+    sweeps = [each for each in metadata["sweeps"] if metadata["busy"] or each["others"] <= QUIET_CORES] or metadata["sweeps"]
     times = {int(size): median(each["all_reduce_ms"][size] for each in sweeps) for size in sweeps[0]["all_reduce_ms"]}
     smallest, largest = min(times), max(times)
     share = 2 * (world - 1) / world
@@ -123,18 +123,18 @@ def link_of(told: dict[str, Any], world: int) -> Link:
     return Link("loopback", bandwidth, 1e3 * times[smallest] / (2 * (world - 1)), contention=contention, inside=True)
 
 
-def foretold(told: dict[str, Any], turn: dict[str, Any], world: int, cores: int, beside: bool) -> float:
+def forecast(metadata: dict[str, Any], turn: dict[str, Any], world: int, cores: int, beside: bool) -> float:
     """Returns the milliseconds of a step."""
     timing = timing_of(turn["alone"])
     crowd = timing_of(turn["quiet"]).step_ms / timing.step_ms if beside else max(1.0, world / cores)
     shared = Timing(*(crowd * ms for ms in (timing.forward_ms, timing.backward_ms, timing.optimizer_ms)))
-    sizes = tuple(float(size) for size in told["gradient_bytes"])
-    return predict(Work(shared, sizes, sum(sizes)), Fabric(link_of(told, world)), "ddp", world).step_ms or 0.0
+    sizes = tuple(float(size) for size in metadata["gradient_bytes"])
+    return predict(Workload(shared, sizes, sum(sizes)), Fabric(link_of(metadata, world)), "ddp", world).step_ms or 0.0
 
 
 def against(launches: list[dict[str, Any]], world: int, cores: int, beside: bool) -> Ratio | None:
-    """Returns predicted over measured; a pair is a launch of processes, a round one of its turns. None without one."""
-    pairs = [[Round(foretold(told, turn, world, cores, beside), measured_ms(turn["sent"])) for turn in quiet_turns(told)] for told in launches]
+    """Returns predicted over measured: a launch is a pair, a turn a round. None without undisturbed turns."""
+    pairs = [[Round(forecast(metadata, turn, world, cores, beside), measured_ms(turn["sent"])) for turn in quiet_turns(metadata)] for metadata in launches]
     return compare(pairs) if any(pairs) else None
 
 
@@ -143,15 +143,15 @@ def here_page(programs: dict[str, list[dict[str, Any]]], cores: int) -> str:
     for model, entries in programs.items():
         for world in WORLDS:
             launches = [entry[str(world)] for entry in entries]
-            turns = [turn for told in launches for turn in quiet_turns(told)]
-            all_turns = sum(len(told["turns"]) for told in launches)
+            turns = [turn for metadata in launches for turn in quiet_turns(metadata)]
+            all_turns = sum(len(metadata["turns"]) for metadata in launches)
             ms = [f"{median(measured_ms(turn[kind]) for turn in turns):.1f} ms" if turns else "-" for kind in ("alone", "quiet", "sent")]
             errors = [f"{ratio.median - 1:+.1%} [{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]" if ratio else "-"
                       for ratio in (against(launches, world, cores, False), against(launches, world, cores, True))]
             others = f"{median(block['others'] for turn in turns for block in turn.values()):.1f}" if turns else "-"
             rows.append((model, world, f"{sum(launches[0]['gradient_bytes']) / 1e6:.1f} MB", *ms, *errors,
-                         f"{sum(bool(quiet_turns(told)) for told in launches)} of {len(launches)}", f"{len(turns)} of {all_turns}", others))
-            found = [link_of(told, world) for told in launches]
+                         f"{sum(bool(quiet_turns(metadata)) for metadata in launches)} of {len(launches)}", f"{len(turns)} of {all_turns}", others))
+            found = [link_of(metadata, world) for metadata in launches]
             links.append((model, world, f"{median(link.bandwidth_bytes_per_s for link in found) / 1e9:.2f} GB/s",
                           f"{median(link.latency_us for link in found):.0f} us", f"{median(link.contention for link in found):.2f}"))
     header = ("program", "processes", "gradients", "one process", "all, no communication", "with DDP", "error, by cores", "error, beside them", "launches", "turns",
@@ -182,16 +182,16 @@ def main() -> None:
     for at in range(asked.rounds if asked.here else 0):
         for model in asked.models:
             worlds = WORLDS if at % 2 == 0 else WORLDS[::-1]
-            told = {str(world): Launch(model, world, asked.turns, asked.steps, asked.patience).told for world in worlds}
-            programs.setdefault(model, []).append(told)
+            metadata = {str(world): Launch(model, world, asked.turns, asked.steps, asked.timeout).metadata for world in worlds}
+            programs.setdefault(model, []).append(metadata)
             text = publish(programs, facts.cores, made, where)
-            calm = {world: len(quiet_turns(each)) for world, each in told.items()}
+            calm = {world: len(quiet_turns(each)) for world, each in metadata.items()}
             print(f"    {model}: round {at + 1} of {asked.rounds}, undisturbed turns {calm}", file=sys.stderr, flush=True)
     print(text)
 
 
 def publish(programs: dict[str, list[dict[str, Any]]], cores: int, made: dict[str, Any], where: dict[str, Any]) -> Path:
-    """Writes the current results, so that an interrupted run keeps them; the next run of this month adds to them."""
+    """Writes the current results, so that an interrupted run keeps them; later runs of this month add."""
     parts = ["# Predicted steps on many devices, compared with published and measured ones\n", published_page()]
     not_run = "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on an idle machine."
     parts.append(here_page(programs, cores) if programs else not_run)

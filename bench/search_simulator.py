@@ -1,4 +1,4 @@
-"""Measures the quality of the plan that a search finds in a given time, on simulated programs with a known best plan.
+"""Measures the quality of the plan that a search finds in a given time, on simulated programs.
 
 Three searches (`search_strategies.py`) run on the same programs (`simulated_programs.py`): one lever at a
 time; the races that `flatout tune` used before; and its current factorial design (the functions of

@@ -1,4 +1,4 @@
-"""Three search strategies on a simulated machine (`simulated_programs.py`): their choices after a number of seconds.
+"""Three search strategies on a simulated machine (`simulated_programs.py`), evaluated at several times.
 
 one at a time     each live lever against plain in one process, A B B A, then each other lever in a process
                   paired with a plain one
@@ -17,7 +17,7 @@ import numpy as np
 from simulated_programs import WARM_UP_S, Machine
 
 from flatout.tune.design import live_rows, next_processes
-from flatout.tune.effects import Block, Fitted, fit
+from flatout.tune.effects import Fitted, TimedBlock, fit
 from flatout.tune.space import Factor, Space
 
 NONE: frozenset[str] = frozenset()
@@ -142,8 +142,8 @@ class Races:
     def left_s(self) -> float:
         return self.until_s - self.machine.now_s
 
-    def _least_race_s(self, entrants: int) -> float:
-        return 2 * self.start_s + 4 * self.machine.block_s * (entrants + 2)
+    def _least_race_s(self, contenders: int) -> float:
+        return 2 * self.start_s + 4 * self.machine.block_s * (contenders + 2)
 
     def _live(self, process: int, a: frozenset[str], b: frozenset[str], until_s: float) -> Ratio:
         """Runs A B B A until the result is clear or the time is over."""
@@ -194,9 +194,9 @@ class Races:
         if self.left_s >= 2 * self.start_s:
             plain, = self.machine.start(NONE)
         elif any(not lineup for lineup, _ in racing) and len(racing) > 1:
-            twin = next(entry for entry in racing if not entry[0])
-            racing.remove(twin)
-            plain = twin[1]
+            counterpart = next(entry for entry in racing if not entry[0])
+            racing.remove(counterpart)
+            plain = counterpart[1]
         kept_s = self.start_s + 20 * self.machine.block_s
         until_s = self.machine.now_s + min(max(12 * self.machine.block_s * (len(racing) + 1), 15.0), max(self.left_s - kept_s, 0.6 * self.left_s))
         self._judge(racing, self._take_turns(plain, racing, until_s))
@@ -216,8 +216,8 @@ class Races:
                 return [verdict for verdict in verdicts if verdict is not None]
 
     def _judge(self, racing: list[tuple[tuple[Factor, ...], int]], verdicts: list[Ratio]) -> None:
-        twin = next((verdict for (lineup, _), verdict in zip(racing, verdicts, strict=True) if not lineup), None)
-        luck = math.sqrt(twin.median) if twin is not None else 1.0
+        counterpart = next((verdict for (lineup, _), verdict in zip(racing, verdicts, strict=True) if not lineup), None)
+        luck = math.sqrt(counterpart.median) if counterpart is not None else 1.0
         for (lineup, _), verdict in sorted(zip(racing, verdicts, strict=True), key=lambda entry: len(entry[0][0])):
             ratio, parts = verdict.against(luck), [self.candidates[factor.lever] for factor in lineup]
             alone = max((c.ratio.median if c.ratio else 0.0 for c in parts), default=0.0) if len(parts) > 1 else 0.0
@@ -266,7 +266,7 @@ MEASURE_SHARE = 0.5  # measuring time relative to the start-up time
 
 def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Iterator[tuple[float, Fitted]]:
     """Returns the choice at each of ``budgets_s``, ascending: one search, which never reads its budget."""
-    blocks: list[Block] = []
+    blocks: list[TimedBlock] = []
     todo = list(budgets_s)
     rng = machine.rng
     plain, = machine.start(NONE)
@@ -282,7 +282,7 @@ def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Ite
                     while todo and machine.now_s + machine.block_s > todo[0]:
                         yield todo.pop(0), fit(space, blocks)
                     ms = machine.block_ms(process, fixed | live[turn], window)
-                    blocks.append(Block(process, fixed | live[turn], machine.now_s, window, ms))
+                    blocks.append(TimedBlock(process, fixed | live[turn], machine.now_s, window, ms))
 
     yield from measure([plain], [NONE], [[NONE, *live_rows(space, None, NONE, FIRST_ROWS - 1, rng)]])
     start_s = machine.process_s * (1 + 0.3 * (WAVE - 1))

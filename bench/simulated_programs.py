@@ -1,4 +1,4 @@
-"""Simulated training programs for `search_simulator.py`: measured effects of levers, with realistic disturbances.
+"""Simulated training programs for `search_simulator.py`: measured lever effects, realistic disturbances.
 
 The log of a block's time is that of the step plus
 
@@ -40,7 +40,7 @@ KNOWN_PAIRS = frozenset(map(frozenset, (("loader", "threads"), ("cached_prefix",
 
 
 def measured_effects(pages: Iterable[Path]) -> dict[str, list[float]]:
-    """Returns the effects in log time (negative is faster) by lever, as measured by itself in the open set."""
+    """Returns the effects in log time (negative is faster) by lever, each by itself in the open set."""
     found: dict[str, list[float]] = {}
     for script in (script for page in pages for script in json.loads(page.read_text())["scripts"].values()):
         for lever in script.get("levers", ()):
@@ -96,7 +96,7 @@ class Program:
 
 
 def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], informed: bool) -> Program:
-    """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0 and one spread."""
+    """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0."""
     def draw(lever: str) -> float:
         return float(rng.choice(measured[lever]) + JITTER * rng.standard_normal())
 

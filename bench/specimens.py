@@ -1,4 +1,4 @@
-"""Reads the programs of bench/zoo: each file contains an ill program and its fixed version (see bench/zoo.py)."""
+"""Reads the programs of bench/zoo: each file holds an ill program and its fixed version (see zoo.py)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ KINDS = [("SIGKILL", "main"), ("SIGSEGV", "main"), ("exit", "main"), ("loop", "m
 DIES = {"SIGKILL", "SIGSEGV", "exit"}
 LIMIT_S, WORKER_LIMIT_S = 10.0, 15.0
 LAYERS, STEP_US = (1, 24), 5000.0
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
 def start(mark: str, folder: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
                                               r"failed after step", line) \
                     and line.startswith("flatout:"):
                 found_at = time.monotonic()
-        out = process.communicate(timeout=PATIENCE_S)[0]
+        out = process.communicate(timeout=TIMEOUT_S)[0]
         struck = float(Path(folder, "struck").read_text())
         records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
         orphans = left(mark)
@@ -103,7 +103,7 @@ def alarmed(seed: int, minutes: float) -> dict[str, Any]:
 def killed(seed: int) -> dict[str, Any]:
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
-        process = start(mark, folder, "--fault", "told", draw.choice(("main", "worker")), "-1")
+        process = start(mark, folder, "--fault", "metadata", draw.choice(("main", "worker")), "-1")
         training = draw.random() < 0.7
         until = time.monotonic() + 60
         while training and not Path(folder, "trains").exists() and time.monotonic() < until:
@@ -118,10 +118,10 @@ def killed(seed: int) -> dict[str, Any]:
     return {"seed": seed, "training": training, "processes": there, "orphans": orphans}
 
 
-def told(seed: int) -> dict[str, Any]:
+def metadata(seed: int) -> dict[str, Any]:
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
-        process = start(mark, folder, "--fault", "told", "main", "-1")
+        process = start(mark, folder, "--fault", "metadata", "main", "-1")
         until = time.monotonic() + 60
         while not Path(folder, "trains").exists() and time.monotonic() < until:
             time.sleep(0.02)
@@ -262,7 +262,7 @@ def overhead_part(found: list[Any]) -> str:
             + f"\n\nThe supervisor and its reaper together use {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20).")
 
 
-PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "told": told_part, "goodput": goodput_part, "overhead": overhead_part}
+PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "metadata": told_part, "goodput": goodput_part, "overhead": overhead_part}
 
 
 def main() -> None:
@@ -298,8 +298,8 @@ def main() -> None:
             keep("faults", pool.map(lambda seed: faulted(seed, plain), seeds(args.faults)))
         if args.kills:
             keep("kills", pool.map(killed, seeds(args.kills)))
-        if args.told:
-            keep("told", pool.map(told, seeds(args.told)))
+        if args.metadata:
+            keep("metadata", pool.map(metadata, seeds(args.metadata)))
         if args.goodput:
             keep("goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput)))  # one at a time: each needs the whole machine
         if args.alarms:

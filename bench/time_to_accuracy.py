@@ -1,20 +1,24 @@
-"""Training to the end, plain and tuned: the final metric, and the wall-clock time until a metric is reached.
+"""Measures complete trainings, plain and tuned: the final metric, and the wall-clock time to reach a metric.
 
-DIR holds ``set.json`` as open_set.py reads it. An entry that has ``to_end`` is measured here, and so are the programs of OWN:
+DIR holds ``set.json`` as open_set.py reads it. An entry with ``to_end`` is measured here, and so are the
+programs of OWN:
     "to_end": {"argv": [...], "metric": {"name", "pattern", "better": "lower" or "higher", "start", "target"}}
-``argv`` has {seed} where the script's own seed goes, {home} for DIR and {bench} for the folder of this file. ``pattern`` is a regular expression with one
-group, the metric, for a line of the script's output. ``start`` is one for the line that training begins with (default: the first line of all). The metric is
+``argv`` has {seed} in place of the script's own seed, {home} for DIR and {bench} for the folder of this file.
+``pattern`` is a regular expression with one group, the metric, that matches a line of the script's output.
+``start`` matches the line at which training starts (default: the first line of the output). The metric is
 reached at ``target``; without one, at the best value that every run reached, plain and tuned.
 
-Each program runs once plain; then `flatout tune --no-write` finds its plan, with the length of that run as the horizon. Then runs with three seeds each take
-turns, plain and under `flatout run` with that plan, one at a time: plain, tuned, tuned, plain, plain, tuned. Time is taken as lines of output arrive.
+Each program runs once plain; then `flatout tune --no-write` finds its plan, with the length of that run as
+the horizon. Then runs with three seeds alternate between plain and `flatout run` with that plan, one at a
+time: plain, tuned, tuned, plain, plain, tuned. The benchmark records the time of each line of output.
 
 Checked for each program
 * The final metric: the means of the two sides differ by no more than the plain runs do among themselves.
-* The time from the start of training to the metric: the median over seeds of plain over tuned is at least the speed-up of the tuner's verdict, less 10 %.
-The tuner's verdict speaks of training steps, so evaluation between them and a compiler's work count against it. A program whose plan stays plain
-is not run again. Baseline: the plain script. n: seeds of each side. The spread is the range over seeds. What is done in a month is kept and
-skipped the next time.
+* The time from the start of training to the metric: the median over seeds of plain over tuned is at least the
+  speed-up of the tuner's verdict, less 10 %.
+The tuner's verdict applies to training steps, so evaluation between them and compilation count against it. A
+program whose plan stays plain does not run again. Baseline: the plain script. n: seeds of each side. The
+spread is the range over seeds. A restart in the same month skips the finished programs.
 """
 
 from __future__ import annotations
@@ -55,7 +59,10 @@ OWN: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Run:
-    """One run of a program to its end. Times are in seconds since its process was started; ``points`` are (time, metric)."""
+    """One run of a program to its end.
+
+    Times are in seconds since its process started; ``points`` are (time, metric).
+    """
 
     side: str
     seed: int
@@ -69,17 +76,20 @@ class Run:
         return self.points[-1][1]
 
     def reached_s(self, target: float, sign: float) -> float | None:
-        """When the metric was first at least as good as ``target``; ``sign`` is 1 where lower is better, else -1."""
+        """Returns the time of the first metric at least as good as ``target``.
+
+        ``sign`` is 1 where lower is better, else -1.
+        """
         return next((at for at, value in self.points if sign * value <= sign * target), None)
 
     def to_target_s(self, target: float, sign: float) -> float | None:
-        """The same from the start of training on."""
+        """Returns the same time, counted from the start of training."""
         reached = self.reached_s(target, sign)
         return None if reached is None else reached - (self.training_s or 0.0)
 
 
 def command_of(program: dict[str, Any], seed: int, home: Path) -> list[str]:
-    """The words of the program with this seed."""
+    """Returns the command line of the program with this seed."""
     words = {"{seed}": str(seed), "{home}": str(home), "{bench}": str(HERE)}
     found = []
     for word in program["to_end"]["argv"]:
@@ -90,7 +100,10 @@ def command_of(program: dict[str, Any], seed: int, home: Path) -> list[str]:
 
 
 def run_to_end(side: str, seed: int, argv: list[str], metric: dict[str, Any], limit_s: float) -> Run:
-    """Run a command in the present folder and note when each value of the metric is printed. It is ended after ``limit_s``."""
+    """Runs a command in the current folder and records when each value of the metric appears.
+
+    The run ends after ``limit_s`` at the latest.
+    """
     run, pattern = Run(side, seed), re.compile(metric["pattern"])
     begins, last, began_s = re.compile(metric.get("start", "")), "", seconds()
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace")
@@ -107,11 +120,11 @@ def run_to_end(side: str, seed: int, argv: list[str], metric: dict[str, Any], li
         process.wait()
     finally:
         limit.cancel()
-        process.kill()  # nothing where it has ended by itself
+        process.kill()  # no effect if it has ended by itself
         process.wait()
     run.wall_s = seconds() - began_s
     if run.wall_s >= limit_s:
-        run.failure = f"not at its end after {limit_s:.0f} s"
+        run.failure = f"not finished after {limit_s:.0f} s"
     elif process.returncode:
         run.failure = f"exit code {process.returncode}: {last[:200]}"
     if not run.failure and not run.points:
@@ -120,7 +133,7 @@ def run_to_end(side: str, seed: int, argv: list[str], metric: dict[str, Any], li
 
 
 def order_of(seeds: tuple[int, ...]) -> list[tuple[str, int]]:
-    """plain 0, tuned 0, tuned 1, plain 1, plain 2, tuned 2, ..."""
+    """Yields plain 0, tuned 0, tuned 1, plain 1, plain 2, tuned 2, ..."""
     turns = []
     for at, seed in enumerate(seeds):
         turns += [(side, seed) for side in (("plain", "tuned") if at % 2 == 0 else ("tuned", "plain"))]
@@ -128,7 +141,7 @@ def order_of(seeds: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def measure_program(program: dict[str, Any], home: Path, budget_s: float | None, seeds: tuple[int, ...], limit_s: float) -> dict[str, Any]:
-    """Tune a program and run it to its end on both sides. What failed is said in ``why``."""
+    """Tunes a program and runs it to its end on both sides; a failure is reported in ``why``."""
     metric, place = program["to_end"]["metric"], Path(tempfile.mkdtemp(prefix="to-end-"))
     found: dict[str, Any] = {"made": stamp(), "budget_s": budget_s, "metric": {key: value for key, value in metric.items() if key not in ("pattern", "start")}}
     try:
@@ -160,8 +173,11 @@ def measure_program(program: dict[str, Any], home: Path, budget_s: float | None,
 
 
 def judged(runs: list[Run], metric: dict[str, Any], promised: float) -> dict[str, Any]:
-    """Finals, times to the metric and the two checks. ``ratio`` is plain over tuned of one seed, from the start of training; ``wall_ratio`` from that of the
-    process."""
+    """Returns the finals, the times to the metric and the two checks.
+
+    ``ratio`` is plain over tuned of one seed, from the start of training; ``wall_ratio`` from the start of
+    the process.
+    """
     sign = 1.0 if metric["better"] == "lower" else -1.0
     plain, tuned = ([run for run in runs if run.side == side] for side in ("plain", "tuned"))
     target = metric.get("target")
@@ -203,14 +219,14 @@ def rows_of(programs: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def page(programs: dict[str, dict[str, Any]], picture: str) -> str:
+def page(programs: dict[str, dict[str, Any]], chart_name: str) -> str:
     header = ("program", "plan", "final metric, plain / tuned: mean (range)", "of the plain seeds' spread", "time to the metric, plain / tuned",
               "faster, whole process", "faster, from the start of training", "promised for a step", f"promise, within {WITHIN:.0%}")
     measured = [entry for entry in programs.values() if entry["status"] == "measured"]
     checks = [f"Final metric within the spread of the seeds: {sum(entry['final_ok'] for entry in measured)} of {len(measured)}.  ",
               f"Promise kept: {sum(entry['time_ok'] for entry in measured)} of {len(measured)}."]
     explained = (__doc__ or "").split("Each program runs once plain", 1)[1]
-    shown = f"![Metric over time]({picture})\n" if measured else ""
+    shown = f"![Metric over time]({chart_name})\n" if measured else ""
     return "\n".join(["# Time to a metric, plain and tuned\n", f"Each program runs once plain{explained}", shown,
                       markdown_table(header, rows_of(programs)), "", *checks])
 
@@ -221,8 +237,8 @@ def main() -> None:
     parser.add_argument("--budget", help="time to tune each program (default: what `flatout tune` chooses)")
     parser.add_argument("--only", default="", help="only these programs, separated by commas")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="runs of each side, with seeds from 0 (default 3)")
-    parser.add_argument("--limit", default="2h", help="the longest that one run may take (default 2h)")
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--limit", default="2h", help="time limit of each run (default 2h)")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     budget_s, limit_s = (None if text is None else Duration().convert(text, None, None) for text in (args.budget, args.limit))
@@ -230,7 +246,7 @@ def main() -> None:
     public = [script for script in json.loads((home / "set.json").read_text(encoding="utf-8")) if "to_end" in script]
     programs = {program["name"]: program for program in (*public, *OWN)}
     if unknown := set(only) - set(programs):
-        parser.error(f"no program is named {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
+        parser.error(f"unknown program {', '.join(sorted(unknown))}; choose from {', '.join(programs)}")
     made = stamp(look())
     done: dict[str, dict[str, Any]] = read_result("time_to_accuracy", made, args.out).get("programs", {})
     for name in only or programs:
@@ -238,16 +254,19 @@ def main() -> None:
             print(f"{name} ...", flush=True)
             done[name] = measure_program(programs[name], home, budget_s, tuple(range(args.seeds)), limit_s)
             write(done, made, home, args.out)
-    print(write(done, made, home, args.out) if done else "nothing was asked for, and nothing is there")
+    print(write(done, made, home, args.out) if done else "no program was selected, and there are no earlier results")
 
 
 def write(done: dict[str, dict[str, Any]], made: dict[str, Any], home: Path, out: Path) -> str:
-    """Writes the page, its records and its chart. Runs are judged here, so records of an earlier revision are judged by today's rule."""
+    """Writes the page, its records and its chart.
+
+    The runs are judged here, so today's rule also applies to records of an earlier revision.
+    """
     for entry in done.values():
         if entry["status"] == "measured":
             entry.update(judged([Run(**run) for run in entry["runs"]], entry["metric"], entry["promised"]["median"]))
-    picture = f"time_to_accuracy_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
-    text = page(done, picture)
+    chart_name = f"time_to_accuracy_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
+    text = page(done, chart_name)
     markdown, _ = write_result("time_to_accuracy", made, text, {"programs": done}, {str(home): "SET"}, out)
     if drawn := chart({name: entry for name, entry in done.items() if entry["status"] == "measured"}):
         write_whole(markdown.with_suffix(".svg"), drawn)

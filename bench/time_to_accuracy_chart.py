@@ -1,4 +1,7 @@
-"""The chart of time_to_accuracy.py: a panel for each program, its metric over wall-clock time. Readable on light and dark pages."""
+"""Draws the chart of time_to_accuracy.py: a panel for each program, with its metric over wall-clock time.
+
+The chart is readable on light and dark pages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ PLAIN, TUNED = "#d1495b", "#2a6fdb"
 
 
 def chart(programs: Mapping[str, Mapping[str, Any]]) -> str:
-    """An SVG; empty where there is no program. Wide pale lines are plain, thin ones tuned, the dashed one is the metric that is to be reached."""
+    """Returns an SVG; empty without programs.
+
+    Wide pale lines are plain, thin ones tuned, and the dashed line is the metric to reach.
+    """
     if not programs:
         return ""
     down = -(-len(programs) // ACROSS)

@@ -1,7 +1,7 @@
-"""Whether a script under `flatout trial --plan none` is the script itself: losses bit by bit, output, exit code.
+"""Tests whether `flatout trial --plan none` changes a script: losses bit by bit, output, exit code.
 
-The other side is ``recorder.py``, which shares no line with flatout. Both run in the same copy of the script's folder, made anew
-for each, so that neither sees what the other has written.
+The reference is ``recorder.py``, which shares no line with flatout. Each side runs in a fresh copy of the
+script's folder at the same path, so neither sees files of the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ NUMBER = re.compile(r"[0-9][0-9.e+-]*")
 
 @dataclass
 class Run:
-    """One run of a script: ``losses`` are hexadecimal floats, one a backward pass. ``ended`` says it came to its own end."""
+    """One run of a script: ``losses`` are hexadecimal floats, one for each backward pass.
+
+    ``ended`` is true if it ran to its own end.
+    """
 
     losses: list[str]
     stdout: str
@@ -38,13 +41,16 @@ class Run:
     ended: bool
 
     def to_json(self) -> dict[str, Any]:
-        """What is published: what a program printed is its own, and names the folders of the machine."""
+        """Returns the published part, without the program's output, which contains folders of the machine."""
         return {"losses": self.losses, "exit_code": self.exit_code, "ended": self.ended}
 
 
 @contextmanager
 def fresh_copy(folder: Path) -> Iterator[Path]:
-    """A copy beside the folder (so that ``../data`` still leads somewhere), always under the same name; the folder itself if it is large."""
+    """Yields a copy next to the folder (so that ``../data`` stays valid), always under the same name.
+
+    Yields the folder itself if it is large.
+    """
     size = sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     if size > LARGEST_COPY_BYTES:
         yield folder
@@ -59,7 +65,7 @@ def fresh_copy(folder: Path) -> Iterator[Path]:
 
 
 def run_quietly(argv: Sequence[str], folder: Path, environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
-    """Exit code (None: ended at the limit), output, error output. Its input is a terminal at its end, as in a trial."""
+    """Returns exit code (None: stopped at the limit), output, error output. Its input is at its end."""
     outside, inside = pty.openpty()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(list(argv), cwd=folder, env=environment, stdin=inside, stdout=out, stderr=err, start_new_session=True)
@@ -70,7 +76,7 @@ def run_quietly(argv: Sequence[str], folder: Path, environment: dict[str, str], 
         except subprocess.TimeoutExpired:
             code = None
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # loader workers of a script that left abruptly
+            os.killpg(process.pid, signal.SIGKILL)  # loader workers of a script that exited abruptly
         except ProcessLookupError:
             pass
         process.wait()
@@ -89,16 +95,16 @@ def under_flatout(argv: Sequence[str], folder: Path, environment: dict[str, str]
                    "--timeout", f"{limit_s:.0f}s", *argv]
         code, out, err = run_quietly(command, folder, environment, limit_s + 60)
         record = read_json(record_path) or {}
-    ended = record.get("status") in ("ended", "failed")  # an exit code of its own counts as failed
-    if not ended and record.get("steps", 0) < steps:  # a trial that broke, hung or ran out of time has not shown what was asked
+    ended = record.get("status") in ("ended", "failed")  # a non-zero exit code of the script counts as failed
+    if not ended and record.get("steps", 0) < steps:  # a trial that crashed, hung or timed out shows nothing
         return Run([], out, err[-2000:], code, ended)
     return Run(record["losses"], out, err[-2000:], code, ended)
 
 
 def plainly(argv: Sequence[str], folder: Path, environment: dict[str, str], count: int, limit_s: float) -> Run:
-    """The script with seeds and nothing else. ``count`` 0 lets it come to its own end."""
+    """Runs the script with seeds and nothing else. With ``count`` 0 it runs to its own end."""
     if not Path(argv[0]).name.startswith("python") or (len(argv) > 1 and argv[1].startswith("-") and argv[1] != "-m"):
-        raise ValueError("only `python script.py ...` and `python -m module ...` can be recorded")
+        raise ValueError("cannot record this command; use `python script.py ...` or `python -m module ...`")
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "losses"
         command = [argv[0], str(RECORDER), str(log), str(count), *argv[1:]]
@@ -108,7 +114,10 @@ def plainly(argv: Sequence[str], folder: Path, environment: dict[str, str], coun
 
 
 def compare(argv: Sequence[str], folder: Path, extra: dict[str, str], steps: int, limit_s: float) -> dict[str, Any]:
-    """One script, both ways. ``verdict`` is ``same``, ``differs``, ``not repeatable`` or ``failed``; ``why`` says it in words."""
+    """Runs one script both ways.
+
+    ``verdict`` is ``same``, ``differs``, ``not repeatable`` or ``failed``; ``why`` gives the reason.
+    """
     environment = {**os.environ, **extra}
     with fresh_copy(folder) as copy:
         ours = under_flatout(argv, copy, environment, steps, limit_s)
@@ -134,7 +143,7 @@ def compare(argv: Sequence[str], folder: Path, extra: dict[str, str], steps: int
 
 
 def losses_difference(plain: Sequence[str], ours: Sequence[str]) -> str:
-    """Where two traces part, or nothing."""
+    """Returns where two traces first differ; empty if they do not."""
     for at, (a, b) in enumerate(zip(plain, ours, strict=False)):
         if a != b:
             return f"backward pass {at + 1} of {len(plain)}: {float.fromhex(b)!r} instead of {float.fromhex(a)!r}"
@@ -142,17 +151,20 @@ def losses_difference(plain: Sequence[str], ours: Sequence[str]) -> str:
 
 
 def output_difference(plain: str, ours: str) -> str:
-    """A sentence on the standard output: the same, or the first line that is not. A stopped run's output may be cut off anywhere."""
+    """Returns a sentence on the standard output: the same, or the first different line.
+
+    The output of a stopped run may be cut off anywhere.
+    """
     a, b = plain.splitlines(), ours.splitlines()
     shared = min(len(a), len(b))
     parted = next((at for at in range(shared) if a[at] != b[at]), None)
     if parted is None:
-        return "the same" if len(a) == len(b) else f"the same for {shared} lines, then one of them goes on"
+        return "the same" if len(a) == len(b) else f"the same for {shared} lines; then only one of them continues"
     if all(NUMBER.sub("", a[at]) == NUMBER.sub("", b[at]) for at in range(parted, shared)) and len(a) == len(b):
-        return f"the same but for numbers, first in line {parted + 1}: {b[parted].strip()[:60]!r} instead of {a[parted].strip()[:60]!r}"
+        return f"the same except for numbers, first in line {parted + 1}: {b[parted].strip()[:60]!r} instead of {a[parted].strip()[:60]!r}"
     return f"differs from line {parted + 1} of {shared}: {b[parted].strip()[:80]!r} instead of {a[parted].strip()[:80]!r}"
 
 
 def _last(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "no output"

@@ -1,8 +1,9 @@
-"""Small programs, each with one thing that going through a program again might not see, killed under `flatout run --resume` and typed again.
+"""Kills small programs that exact resume could get wrong under `flatout run --resume`, and restarts them.
 
-They are those of ``tests/replay/traps.py``; the test suite runs some of them, this runs all. A program may end as it would have ended undisturbed, be refused
-in words, or begin anew where nothing of it can be gone on with; another end is WRONG. Some are killed twice, some also run in a process of their own instead of
-one that is forked from a process that has imported torch.
+Each program of ``tests/replay/traps.py`` does one thing that a replay might miss. The test suite runs some of
+them; this bench runs all. A program may end as without interruption, be rejected with an error, or start from
+scratch where exact resume is impossible; any other end is WRONG. Some programs are killed twice. Some also
+run in a separate process instead of a fork of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from traps import TRAPS, Trap
 OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"
 KILLS = {"killed once": ONCE, "killed twice": TWICE, EARLY: BEFORE_ITS_NEXT_SAVE, OWN_PROCESS: ONCE}
-SAFE = ("right", "refused", "anew", "unkilled")
-MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "began anew", "unkilled": "had come to its end before", "WRONG": "**WRONG**",
+SAFE = ("right", "refused", "from_scratch", "unkilled")
+MEANS = {"right": "resumed exactly", "refused": "rejected with an error", "from_scratch": "started from scratch", "unkilled": "finished before the kill", "WRONG": "**WRONG**",
          "crashed": "**crashed**"}
 
 
@@ -35,22 +36,25 @@ def lived(programs: Programs, name: str, trap: Trap, how: str) -> dict[str, Any]
 
 
 def lives_so(name: str, trap: Trap, how: str) -> bool:
-    """What changes between two lives changes what comes after a save; those programs count on one after step 10."""
+    """Returns whether the program supports this kind of kill.
+
+    Programs that change something between two runs need a checkpoint after step 10.
+    """
     return name in OF_ITS_OWN if how == OWN_PROCESS else not (trap.between and how == EARLY)
 
 
 def page(rows: list[dict[str, Any]]) -> str:
     count = Counter(row["verdict"] for row in rows)
-    told = ", ".join(f"{number} {MEANS[verdict].strip('*')}" for verdict, number in count.most_common())
+    metadata = ", ".join(f"{number} {MEANS[verdict].strip('*')}" for verdict, number in count.most_common())
     wrong = sum(row["verdict"] not in SAFE for row in rows)
     table = markdown_table(("program", "how", "it", "after step", "why"), [
         (row["name"].replace("_", " "), row["how"], MEANS[row["verdict"]], row["after"] or "-", row["why"]) for row in rows])
-    return (f"# Programs that exact resume could get wrong\n\n{len({row['name'] for row in rows})} programs, {len(rows)} lives: {told}. "
-            f"{wrong} ended otherwise than undisturbed without a word.\n\nEach is {STEPS_TOLD}.\n\n{table}")
+    return (f"# Programs that exact resume could get wrong\n\n{len({row['name'] for row in rows})} programs, {len(rows)} runs: {metadata}. "
+            f"{wrong} ended differently from an undisturbed run without an error.\n\nEach is {STEPS_TOLD}.\n\n{table}")
 
 
-STEPS_TOLD = ("a training of 24 steps, saved after the first step and after step 10, killed after step 16 (twice: saved after 8 and 16, killed after 12 and "
-              "20, or saved after 8, killed after 12 and 14)")
+STEPS_TOLD = ("a training of 24 steps, with checkpoints after the first step and after step 10, killed after step 16 (if killed twice: checkpoints after 8 "
+              "and 16, kills after 12 and 20; or a checkpoint after 8, kills after 12 and 14)")
 
 
 def main() -> None:

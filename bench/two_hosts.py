@@ -1,9 +1,10 @@
-"""A training over two hosts, whose network is cut and which are killed: does it go on, begin again or end, and after how long?
+"""Tests a training over two hosts with link cuts and kills: does it continue, restart or end, and when?
 
-The hosts are network namespaces of this machine with addresses of their own. A third namespace is the router between them, whose ports are limited to
-100 Mbit/s; a cut is the router that forwards nothing any more, so that neither host sees its own link go down. Each host runs an agent as
-`flatout run --nodes` does, with one rank of a small DDP training over gloo whose group has torch's own timeout of half an hour.
-Nothing is timed against anything else: seconds are from the fault to what followed, once each.
+The hosts are network namespaces of this machine with separate addresses. A third namespace is the router
+between them, with ports limited to 100 Mbit/s. A cut stops the router's forwarding, so neither host sees its
+own link go down. Each host runs an agent as `flatout run --nodes` does, with one rank of a small DDP training
+over gloo whose group has torch's own timeout of half an hour. This is no comparison of times: seconds are
+from the fault to the result, measured once each.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROGRAM = HERE / "programs" / "two_hosts.py"
 RATE = "100mbit"
 PORT = 29400
 STEPS = 60
-PATIENCE_S = 180.0  # longer than this is a hang
+TIMEOUT_S = 180.0  # longer than this is a hang
 
 
 def sh(words: str) -> str:
@@ -60,9 +61,9 @@ class Hosts:
             sh(f"ip -n {name} route add default via 10.77.{n}.1")
             for at, device in ((name, "eth0"), (self.router, f"port{n}")):
                 sh(f"ip netns exec {at} tc qdisc add dev {device} root tbf rate {RATE} burst 64kb latency 50ms")
-        self.mend()
+        self.fix()
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         sh(f"ip netns exec {self.router} sysctl -q -w net.ipv4.ip_forward=1")
 
     def cut(self) -> None:
@@ -86,7 +87,7 @@ class Hosts:
 
 
 class Job:
-    """One training over both hosts, in a folder that both see."""
+    """One training over both hosts, in a folder that both can access."""
 
     def __init__(self, hosts: Hosts, fewest: int, restarts: int) -> None:
         self.hosts, self.folder = hosts, Path(tempfile.mkdtemp(prefix="flatout-two-hosts-"))
@@ -108,8 +109,8 @@ class Job:
             found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         return sorted(found, key=lambda line: line["at"])
 
-    def until(self, true: Callable[[], Any], seconds: float = PATIENCE_S) -> float | None:
-        """Seconds until it was true, or None."""
+    def until(self, true: Callable[[], Any], seconds: float = TIMEOUT_S) -> float | None:
+        """Returns the seconds until the condition was true, or None."""
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:
             if true():
@@ -151,11 +152,11 @@ def cut_5s(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.cut()
         time.sleep(5)
-        hosts.mend()
+        hosts.fix()
         job.until(job.over)
-        return ended(job, "link cut for 5 s", at, ["both nodes end with 0", "no new round"], [job.code(0) == job.code(1) == 0, rounds(job) == 1])
+        return ended(job, "link cut for 5 s", at, ["both nodes exit with 0", "no new round"], [job.code(0) == job.code(1) == 0, rounds(job) == 1])
     finally:
-        hosts.mend()
+        hosts.fix()
         job.end()
 
 
@@ -165,10 +166,10 @@ def cut_for_good(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.cut()
         job.until(job.over)
-        return ended(job, "link cut for good, --nodes 2", at, ["both nodes end, neither with 0", "both name the other"],
-                     [job.over() and job.code(0) != 0 != job.code(1), "heard of" in whole(job, 0) and "no answer" in whole(job, 1)])
+        return ended(job, "link cut permanently, --nodes 2", at, ["both nodes exit, neither with 0", "both report the other"],
+                     [job.over() and job.code(0) != 0 != job.code(1), "no heartbeat" in whole(job, 0) and "has not answered" in whole(job, 1)])
     finally:
-        hosts.mend()
+        hosts.fix()
         job.end()
 
 
@@ -178,10 +179,10 @@ def cut_elastic(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.cut()
         job.until(job.over)
-        return ended(job, "link cut for good, --nodes 1:2 --restarts 2", at, ["host 0 goes on alone to the end", "host 1 ends, not with 0"],
+        return ended(job, "link cut permanently, --nodes 1:2 --restarts 2", at, ["host 0 finishes as a single node", "host 1 exits with an error"],
                      [job.code(0) == 0, job.code(1) not in (None, 0)])
     finally:
-        hosts.mend()
+        hosts.fix()
         job.end()
 
 
@@ -191,26 +192,26 @@ def killed_elastic(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.kill(1)
         job.until(job.over)
-        return ended(job, "all processes of host 1 killed, --nodes 1:2 --restarts 2", at, ["host 0 goes on alone to the end"], [job.code(0) == 0])
+        return ended(job, "all processes of host 1 killed, --nodes 1:2 --restarts 2", at, ["host 0 finishes as a single node"], [job.code(0) == 0])
     finally:
         job.end()
 
 
 def power_and_back(hosts: Hosts) -> dict[str, Any]:
-    """No packet says that the host is gone: the link is cut first."""
+    """Cuts the link first, so that no packet reports the loss of the host."""
     job = Job(hosts, 2, 2)
     try:
         at = reached(job, 15)
         hosts.cut()
         hosts.kill(1)
         time.sleep(20)
-        hosts.mend()
+        hosts.fix()
         job.start(1)
         job.until(job.over)
-        return ended(job, "host 1 without power, back after 20 s, --nodes 2 --restarts 2", at, ["both go on to the end with 0"],
+        return ended(job, "host 1 loses power, back after 20 s, --nodes 2 --restarts 2", at, ["both finish with exit code 0"],
                      [job.code(0) == job.code(1) == 0])
     finally:
-        hosts.mend()
+        hosts.fix()
         job.end()
 
 
@@ -221,10 +222,10 @@ def serving_killed(hosts: Hosts) -> dict[str, Any]:
         hosts.cut()
         hosts.kill(0)
         job.until(job.over)
-        return ended(job, "host 0, which serves the rendezvous, without power", at, ["host 1 ends, not with 0, and says why"],
-                     [job.code(1) not in (None, 0) and "no answer" in whole(job, 1)])
+        return ended(job, "host 0, which serves the rendezvous, loses power", at, ["host 1 exits with an error that says why"],
+                     [job.code(1) not in (None, 0) and "has not answered" in whole(job, 1)])
     finally:
-        hosts.mend()
+        hosts.fix()
         job.end()
 
 
@@ -233,9 +234,9 @@ CASES = {"undisturbed": undisturbed, "cut_5s": cut_5s, "cut_for_good": cut_for_g
 
 
 def reached(job: Job, step: int) -> float:
-    """Waits until this step is done; the time then."""
+    """Waits until this step is done and returns the time."""
     if job.until(lambda: any(line["step"] >= step for line in job.steps())) is None:
-        raise SystemExit(f"the training did not come to step {step}: " + whole(job, 0) + whole(job, 1))
+        raise SystemExit(f"the training did not reach step {step}: " + whole(job, 0) + whole(job, 1))
     return time.monotonic()
 
 
@@ -248,7 +249,7 @@ def rounds(job: Job) -> int:
 
 
 def ended(job: Job, name: str, at: float | None, expected: list[str], held: list[bool]) -> dict[str, Any]:
-    """The record of a case. ``at`` is when the fault was."""
+    """Returns the record of a case. ``at`` is the time of the fault."""
     steps = job.steps()
     after = [line["at"] - at for line in steps if at is not None and line["at"] > at + 0.5]
     times = [line["at"] for line in steps if line["world"] == 2]
@@ -277,21 +278,21 @@ def page(found: list[dict[str, Any]]) -> str:
     said = [(each["case"], host, words) for each in found for host, words in enumerate(each["said"]) if words]
     held = sum(all(each["held"]) for each in found)
     hangs = sum(code is None for each in found for code in each["codes"])
-    table = markdown_table(("fault", "what was to happen", "exit codes", "rounds", "longest pause", "all over after", "steps", "final weights"), rows)
-    return f"""# Two hosts, and what becomes of a training between them
+    table = markdown_table(("fault", "expected behaviour", "exit codes", "rounds", "longest pause", "all ended after", "steps", "final weights"), rows)
+    return f"""# A training over two hosts under faults
 
 {(__doc__ or '').strip()}
 
-**{held} of {len(found)}** cases ended as they should; **{hangs}** hung (no end within {PATIENCE_S:.0f} s).
+**{held} of {len(found)}** cases ended as expected; **{hangs}** hung (no end within {TIMEOUT_S:.0f} s).
 A step takes {first['step_ms'] if first else float('nan'):.0f} ms over {RATE} without a fault.
 
 {table}
 
-Final weights are laid beside the undisturbed run's. No latency is added (this kernel may lack sch_netem).
+Final weights are compared with those of the undisturbed run. No latency is added (this kernel may lack sch_netem).
 
-## What the nodes said last
+## Last messages of the nodes
 
-{markdown_table(("fault", "host", "words"), said)}
+{markdown_table(("fault", "host", "message"), said)}
 """
 
 

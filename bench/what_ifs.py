@@ -1,9 +1,11 @@
-"""What-if bounds against the truth: what `flatout profile` says that a thing costs, and what really removing it brings.
+"""Compares the what-if bounds of `flatout profile` with the measured speed-up from removing each bottleneck.
 
-Each program of bench/programs/what_if.py has one dear thing (a slow loader, a heavy optimizer, much printing, ...). Predicted: the what-if
-of that thing, switched on and off in one running program. Measured: fresh pairs of processes, the program as it is and a variant of its
-source without the thing, in turns block by block, three pairs, order turned round from pair to pair. Both are medians with a 95 %
-interval (bootstrap over pairs and rounds). The error is predicted over measured, minus 1. Goal: at most 20 % on at least 12 programs.
+Each program of bench/programs/what_if.py has one expensive part (a slow loader, a heavy optimizer, much
+printing, ...). Predicted: the what-if of that part, switched on and off in one running program. Measured:
+fresh pairs of processes, the unchanged program and a variant of its source without that part, interleaved
+block by block; three pairs, whose order reverses from pair to pair. Both are medians with a 95 % interval
+(bootstrap over pairs and rounds). The error is predicted over measured, minus 1. Goal: at most 20 % on at
+least 12 programs.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pairs import SideOfContest, contest, ratio_of, spell
+from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
-from flatout.diagnose.profiling import Profiling, Wishes
+from flatout.diagnose.profiling import ProfileOptions, Profiling
 from flatout.launch.command import Command, understand
 from flatout.measure.clock import seconds
 from flatout.plan.errors import FlatoutError
@@ -29,7 +31,7 @@ from flatout.plan.records import Ratio
 from flatout.probe.machine import look
 
 PROGRAM = str(ROOT / "bench" / "programs" / "what_if.py")
-# case of the program -> the what-if that speaks of it
+# case of the program -> its what-if
 ASKED = {
     "sleeping loader": "loader", "computing loader": "loader", "decoding loader": "loader", "computing loader beside a larger model": "loader",
     "loader with a worker": "loader", "collation of many small samples": "loader", "stream of samples": "loader",
@@ -46,11 +48,11 @@ def command(*words: str) -> Command:
 
 
 def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, str]:
-    """The what-if as `flatout profile` measures it, or why there is none."""
+    """Returns the what-if as `flatout profile` measures it, or why there is none."""
     record = ProfileRecord(["python", PROGRAM, case], str(ROOT))
-    wishes = Wishes(steps=20, budget_s=30.0, stages=frozenset({"what-ifs"}), what_ifs=frozenset({ASKED[case]}))
+    requested = ProfileOptions(steps=20, budget_s=30.0, stages=frozenset({"what-ifs"}), what_ifs=frozenset({ASKED[case]}))
     try:
-        Profiling(command(case), job, facts, wishes, record, {}).run()
+        Profiling(command(case), job, facts, requested, record, {}).run()
     except FlatoutError as error:
         return None, str(error).splitlines()[0]
     asked = next(what_if for what_if in record.what_ifs if what_if.name == ASKED[case])
@@ -58,8 +60,8 @@ def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, st
 
 
 def measured(case: str, job: JobFolder, facts: Facts, sets: int) -> tuple[Ratio | None, str]:
-    sides = [SideOfContest("as it is", command(case), Plan()), SideOfContest("without", command(case, "--without"), Plan())]
-    contest(sides, job, facts, sets, ROUNDS, seconds() + sets * SET_S)
+    sides = [ComparisonSide("unchanged", command(case), Plan()), ComparisonSide("without", command(case, "--without"), Plan())]
+    comparison(sides, job, facts, sets, ROUNDS, seconds() + sets * SET_S)
     return ratio_of(*sides), "; ".join(f"{side.name}: {side.failure}" for side in sides if side.failure)
 
 
@@ -71,14 +73,14 @@ def page(rows: list[dict[str, Any]]) -> str:
                            [(row["case"], row["what_if"], spell(row["predicted"]), spell(row["measured"]),
                              "-" if row["error"] is None else f"{row['error']:+.1%}",
                              row["why_not"] or ("-" if row["error"] is None else "yes" if abs(row["error"]) <= GOAL else "no")) for row in rows])
-    return f"# What-if bounds against the truth\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.** n: rounds of one program, and fresh pairs.\n\n{table}"
+    return f"# What-if bounds and measured speed-ups\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.** n: rounds of one program, and fresh pairs.\n\n{table}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=sorted(ASKED), help="one program; may be given again")
+    parser.add_argument("--only", action="append", choices=sorted(ASKED), help="run only this program; repeatable")
     parser.add_argument("--sets", type=int, default=SETS, help="fresh pairs of processes for each program")
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     facts, made = look(), stamp()
@@ -93,8 +95,8 @@ def main() -> int:
             error = ratio.median / truth.median - 1 if ratio is not None and truth is not None else None
             done[case] = {"case": case, "what_if": ASKED[case], "predicted": ratio.to_json() if ratio else None, "measured": truth.to_json() if truth else None,
                          "error": error, "why_not": why or failure}
-            told = f"error {error:+.1%}" if error is not None else why or failure
-            print(f"{case}: predicted {spell(ratio)}, measured {spell(truth)}, {told}", flush=True)
+            metadata = f"error {error:+.1%}" if error is not None else why or failure
+            print(f"{case}: predicted {spell(ratio)}, measured {spell(truth)}, {metadata}", flush=True)
             rows = [done[each] for each in ASKED if each in done]
             write_result("what_ifs", made, page(rows), {"goal": GOAL, "rows": rows}, folder=args.out)
     rows = [done[each] for each in ASKED if each in done]

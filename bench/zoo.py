@@ -1,14 +1,17 @@
-"""Does diagnosis find what is wrong: a zoo of small programs with one planted fault each, and their healthy twins.
+"""Tests whether diagnosis finds the fault in a zoo of small programs with one planted fault each.
 
-    python bench/zoo.py                      every program and its twin, by `flatout check` and `flatout profile`
-    python bench/zoo.py --only leak,float64  these alone
-    python bench/zoo.py --show float64       the two texts of one program
+    python bench/zoo.py                      every program and its fixed version, by `flatout check` and
+                                             `flatout profile`
+    python bench/zoo.py --only leak,float64  only these
+    python bench/zoo.py --show float64       print the two texts of one program
 
-A file in bench/zoo is both programs: a line that ends in ``# ill`` is in the ill one only, ``# well`` in the healthy one only. ``# ill!``, and
-``# both!`` for a line of both, mark one that may be named. Its docstring says what is wrong, and which rules may say so. The comments are not in the
-programs that are judged.
+A file in bench/zoo contains both versions of a program: a line that ends in ``# ill`` is only in the faulty
+one, ``# well`` only in the fixed one. ``# ill!``, and ``# both!`` for a line of both, mark an acceptable line
+for the finding. The docstring states the fault and the rules that may report it. The judged programs do not
+contain these comments.
 
-A fault counts as named where it is the first finding of either command, with one of its lines. Any finding on a twin is a false alarm.
+A fault counts as named if it is the first finding of either command, with one of its lines. Any finding on a
+fixed version is a false alarm.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ LIMIT_S = 300
 
 
 def findings_of(command: list[str], folder: Path) -> tuple[list[dict[str, Any]] | None, str]:
-    """The findings that a command gives as JSON, and how it went where it gave none."""
+    """Returns the findings that a command gives as JSON, or the failure."""
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     try:
         done = subprocess.run([sys.executable, "-m", "flatout", *command], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
-        return None, f"not done after {LIMIT_S} s"
+        return None, f"not finished after {LIMIT_S} s"
     try:
         said = json.loads(done.stdout)
     except ValueError:
@@ -43,7 +46,7 @@ def findings_of(command: list[str], folder: Path) -> tuple[list[dict[str, Any]] 
 
 
 def judged(text: str, steps: int, budget: str) -> dict[str, Any]:
-    """What both commands say of one program."""
+    """Returns the findings of both commands on one program."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
         folder = Path(home)
         (folder / "train.py").write_text(text, encoding="utf-8")
@@ -63,7 +66,7 @@ def brief(finding: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(specimen: Specimen, found: dict[str, Any]) -> dict[str, str]:
-    """How each command did on the ill program: named first with its line, named first, named, or silent."""
+    """Returns the result of each command on the ill program: first with its line, first, named, or silent."""
     said = {}
     for command, answer in found.items():
         findings = answer["findings"]
@@ -73,7 +76,7 @@ def verdict(specimen: Specimen, found: dict[str, Any]) -> dict[str, str]:
         elif not ranks:
             said[command] = "silent" if not findings else f"{findings[0]['rule']} instead"
         elif ranks[0] > 0:
-            said[command] = f"named, behind {findings[0]['rule']}"
+            said[command] = f"named, after {findings[0]['rule']}"
         else:
             said[command] = "first" if findings[0]["line"] in specimen.lines else f"first, line {findings[0]['line']}"
     return said
@@ -94,26 +97,26 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
     return "\n".join([
         "# Small programs with one planted fault each\n",
         "Named: the first finding of `flatout check` or of `flatout profile` is the planted fault, with one of its lines. False alarm: any finding on the\n"
-        "healthy twin, which is the same program without the fault. The programs are in [bench/zoo](../zoo). The rules were written and their\n"
-        "thresholds chosen with these very programs at hand: how they do on others is another question, which bench/check_open_set.py asks of `check`.\n",
+        "fixed version, which is the same program without the fault. The programs are in [bench/zoo](../zoo). The authors wrote the rules and chose their\n"
+        "thresholds with these programs at hand; bench/check_open_set.py tests how `check` performs on other programs.\n",
         f"Named first with the right line: {first} of {total} ({100 * first / max(1, total):.0f} %). "
-        f"Twins with a false alarm: {false_alarms} of {total} ({100 * false_alarms / max(1, total):.0f} %).\n",
-        markdown_table(("program", "planted fault", "check", "profile", "rule", "named", "on the healthy twin", "flatout"), rows)])
+        f"Fixed versions with a false alarm: {false_alarms} of {total} ({100 * false_alarms / max(1, total):.0f} %).\n",
+        markdown_table(("program", "planted fault", "check", "profile", "rule", "named", "on the fixed version", "flatout"), rows)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only these programs, separated by commas")
-    parser.add_argument("--show", metavar="NAME", help="print the two texts of one program, and stop")
-    parser.add_argument("--steps", type=int, default=40, help="quiet steps of a profile (default 40)")
-    parser.add_argument("--budget", default="40s", help="time of a profile (default 40s)")
-    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--show", metavar="NAME", help="print the two texts of one program and exit")
+    parser.add_argument("--steps", type=int, default=40, help="undisturbed steps of a profile (default 40)")
+    parser.add_argument("--budget", default="40s", help="time budget of a profile (default 40s)")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     zoo = {path.stem: read_specimen(path) for path in sorted(ZOO.glob("*.py"))}
     asked = [word for word in (args.show or args.only).split(",") if word]
     if unknown := set(asked) - set(zoo):
-        parser.error(f"the zoo has no {', '.join(sorted(unknown))}; it has {', '.join(zoo)}")
+        parser.error(f"the zoo has no {', '.join(sorted(unknown))}; choose from {', '.join(zoo)}")
     if args.show:
         specimen = zoo[args.show]
         print(f"# ill: {specimen.fault}; lines {sorted(specimen.lines)}\n{specimen.ill}\n# well\n{specimen.well}")
@@ -127,7 +130,7 @@ def main() -> None:
         done[name] = {"flatout": made["versions"]["flatout"], "fault": specimen.fault, "codes": list(specimen.codes), "lines": sorted(specimen.lines), **found,
                       "verdict": verdict(specimen, found["ill"])}
         false = [f["rule"] for answer in found["well"].values() for f in answer["findings"] or ()]
-        print(f"{name}: check {done[name]['verdict']['check']}; profile {done[name]['verdict']['profile']}; twin {', '.join(false) or 'quiet'}", flush=True)
+        print(f"{name}: check {done[name]['verdict']['check']}; profile {done[name]['verdict']['profile']}; fixed version {', '.join(false) or 'no finding'}", flush=True)
         done = {known: done[known] for known in zoo if known in done}
         write_result("zoo", made, page(done), {"programs": done}, folder=args.out)
     if done:

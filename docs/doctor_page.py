@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.doctor.check import SECTIONS, Question
-from flatout.diagnose.doctor.examining import TABLE, THEMES
+from flatout.diagnose.doctor.check import SECTIONS, MachineCheck
+from flatout.diagnose.doctor.checks import TABLE, THEMES
 from flatout.diagnose.doctor.versions import versions
 
 HEAD = """# What `flatout doctor` looks at
@@ -25,7 +25,7 @@ def _contents() -> str:
     return "\n".join(["| code | theme | what must hold |", "|---|---|---|", *rows, ""])
 
 
-def _entry(asked: Question) -> str:
+def _entry(asked: MachineCheck) -> str:
     paragraphs = [f"### {asked.code} {asked.name.replace('_', ' ')}", f"{asked.title}."]
     paragraphs += [f"*{name}.* {' '.join(asked.section(name).split())}" for name in SECTIONS]
     return "\n\n".join(paragraphs) + "\n"

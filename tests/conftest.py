@@ -1,4 +1,7 @@
-"""Real programs under the real command line. Each run is marked in its environment, so that a process left behind is found."""
+"""Real programs under the real command line.
+
+Each run is marked in its environment, so that a remaining process is found.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Set before anybody imports torch: on few, shared cores small operations spend their time waking threads.
+# Set before torch is imported: on few, shared cores small operations spend their time waking threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()
 MANY_OBJECTS = 100_000
 OF_ONE_PROCESS = {"engine", "kernels", "levers", "measure", "pipeline", "plan", "probe", "render", "saved", "state"}
-GRACE_S = 8.0  # how long a program that was told to go may take
+GRACE_S = 8.0  # the time that a program may take to end after a request
 
-# Speed is not what is tested: a slow machine must not fail a law.
+# Speed is not tested: a slow machine must not fail a rule.
 settings.register_profile("flatout", deadline=None, max_examples=60, print_blob=True, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("flatout")
@@ -53,7 +56,8 @@ for step in range(int(os.environ.get("STEPS", "1000000"))):
 print("done", flush=True)
 '''
 
-# The same without an optimizer of torch's own, whose first one imports torch's compiler: two seconds in every process.
+# The same without torch's own optimizer, the first of which imports torch's compiler: two seconds in every
+# process.
 BY_HAND = TINY.replace("optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n", "").replace("optimizer.zero_grad()", "model.zero_grad()").replace(
     "    optimizer.step()\n", "    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n").replace(
     "one optimizer", "no optimizer")
@@ -61,7 +65,10 @@ BY_HAND = TINY.replace("optimizer = torch.optim.AdamW(model.parameters(), lr=0.0
 
 @dataclass
 class Done:
-    """How a run ended. ``left`` are the command lines of processes that it left behind (and that were then ended)."""
+    """How a run ended.
+
+    ``left`` are the command lines of processes that it left running (and that were then ended).
+    """
 
     code: int
     out: str
@@ -70,7 +77,7 @@ class Done:
 
     @property
     def said(self) -> list[str]:
-        """What flatout itself said on standard error."""
+        """flatout's own output on standard error."""
         return [line for line in self.err.splitlines() if line.startswith("flatout: ")]
 
 
@@ -90,7 +97,7 @@ def marked(mark: str) -> dict[int, str]:
 
 
 class Flatout:
-    """The command line, in a folder of its own."""
+    """The command line, in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,7 +121,9 @@ class Flatout:
         return self.finish(process, stdin, timeout)
 
     def here(self, *words: str, stdin: str = "", env: Mapping[str, str] = {}) -> Done:
-        """The same command line inside this process, for what only reads, shows or refuses: an interpreter of its own costs half a second."""
+        """The same command line inside this process, for commands that only read, show or reject: a separate
+        interpreter costs half a second.
+        """
         from flatout.cli.main import main
 
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
@@ -217,8 +226,10 @@ def script(flatout: Flatout) -> Callable[..., Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files whose tests start programs come first, so that no worker is left alone with a long one. Tests that need a GPU are left out by name where there
-    is none; the summary says so."""
+    """Files whose tests start programs come first, so that no worker is left alone with a long one.
+
+    Tests that need a GPU are deselected by name where there is none; the summary says so.
+    """
     items.sort(key=lambda item: item.path.parent.name in OF_ONE_PROCESS)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if wanted and not _has_gpu():
@@ -228,15 +239,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What modules hold for ever is not looked through by the garbage collector: with torch that takes 0.4 s each time, in most of the tests."""
-    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:  # those that are frozen are not counted
+    """The garbage collector skips objects that modules hold for ever: with torch they take 0.4 s each time,
+    in most of the tests.
+    """
+    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:  # frozen objects are not counted
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture
 def thawed() -> None:
-    """For what looks at all objects, or at the collector's own state: nothing is frozen (see above)."""
+    """For tests of all objects, or of the collector's own state: nothing is frozen (see above)."""
     gc.unfreeze()
 
 

@@ -1,4 +1,6 @@
-"""A CUDA driver library with two cards that cannot compute: compiled here, with the functions of cuda.h that are called to find devices."""
+"""A CUDA driver library with two cards that cannot compute: compiled here, with the functions of cuda.h that
+find devices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 
 
 def made(folder: Path) -> Path:
-    """The folder with the library in it, for LD_LIBRARY_PATH. Skips the test where there is no C compiler."""
+    """The folder of the library, for LD_LIBRARY_PATH. Skips the test where there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here to make a driver library with")

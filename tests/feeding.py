@@ -1,4 +1,4 @@
-"""Programs that take batches from real DataLoaders: run plainly, and with levers of the data path in a real Scene; then compared."""
+"""Programs that take batches from real DataLoaders: run plainly, and with levers of the data path in a real training context; then compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchvision import transforms as v1
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 
 LEVER = {lever.name: lever for lever in TABLE}
@@ -39,16 +39,16 @@ def fixed() -> Any:
     return v1.Compose([v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
 
 
-def pictures(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
+def charts(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
     make = np.random.RandomState(3)
     return [Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode) for _ in range(count)]
 
 
-class Pictures(Dataset):
-    """Images in memory, a label each, and the pipeline in an attribute."""
+class Images(Dataset):
+    """Images in memory, one label each, and the pipeline in an attribute."""
 
     def __init__(self, transform: Any, images: Sequence[Any] | None = None) -> None:
-        self.images = pictures() if images is None else images
+        self.images = charts() if images is None else images
         self.labels = list(range(len(self.images)))
         self.transform = transform
 
@@ -60,7 +60,11 @@ class Pictures(Dataset):
 
 
 def epochs(dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], Any] | None = None, **arguments: Any) -> list[Any]:
-    """Every batch of some epochs; after each one the model's own draw, and what ``meanwhile(dataset, epoch, batch)`` answers."""
+    """Every batch of some epochs.
+
+    After each one follow the model's own random number and the result of ``meanwhile(dataset, epoch,
+    batch)``.
+    """
     loader, found = DataLoader(dataset, **{"batch_size": 5, "shuffle": True, **arguments}), []
     for epoch in range(count):
         for at, batch in enumerate(loader):
@@ -71,13 +75,13 @@ def epochs(dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], An
 
 
 def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list[Any], list[tuple[str, str]]]:
-    """What the program answers, where the generators end, and what the levers had to say."""
-    ledger, scene = Ledger(), None
+    """The program's results, the final generator states, and the messages of the levers."""
+    ledger, context = Ledger(), None
     if levers:
-        scene = Scene(torch, Listener(), ledger)
-        scene.install()
+        context = TrainingContext(torch, Listener(), ledger)
+        context.install()
         for name, value in levers:
-            LEVER[name].apply(scene, value, ledger)
+            LEVER[name].apply(context, value, ledger)
     try:
         torch.manual_seed(5)
         random.seed(5)
@@ -85,14 +89,17 @@ def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list
         answer = program()
         end = [torch.get_rng_state().tolist(), random.getstate(), [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()]]
     finally:
-        if scene is not None:
-            scene.rest()
+        if context is not None:
+            context.rest()
         ledger.restore()
-    return answer, end, scene.reports if scene is not None else []
+    return answer, end, context.reports if context is not None else []
 
 
 def difference(a: Any, b: Any, way: str = "") -> str:
-    """Where two answers differ in type, layout or any bit; nothing where they do not. Written without the code that it judges."""
+    """The difference of two results in type, layout or any bit, or nothing.
+
+    It does not use the code that it judges.
+    """
     if type(a) is not type(b):
         return f"{way}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, Tensor):
@@ -109,10 +116,10 @@ def difference(a: Any, b: Any, way: str = "") -> str:
 
 
 def same_as_plain(program: Callable[[], Any], *levers: tuple[str, Any]) -> list[str]:
-    """Hold a program under levers against the plain one, generators included. Answers the sentences that were said."""
+    """Compare a program under levers with the plain one, generators included. Returns the messages."""
     plain, plain_end, _ = run(program)
     fed, end, said = run(program, *levers)
     assert difference(plain, fed) == ""
-    assert end == plain_end, "a random generator ends elsewhere"
+    assert end == plain_end, "a random generator ends in another state"
     assert all(len(sentence.split()) >= 4 and "\n" not in sentence for _, sentence in said), said
     return [sentence for _, sentence in said]

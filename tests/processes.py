@@ -1,4 +1,4 @@
-"""Processes as a test sees them: whether one lives, in which state it is, and waiting for what will come true."""
+"""Processes as a test sees them: whether one lives, its state, and waiting for a condition."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The house rules, read from the source of every file: arrows between rooms, owners of side effects, light imports.
+"""The house rules, checked in the source of every file: dependencies between packages, owners of side
+effects, light imports.
 
-The rules themselves are functions over one source text, so that each is also shown a source that breaks it.
+The rules are functions over one source text, so that each is also shown a source that breaks it.
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ MAY_IMPORT = {
     "loop": set(NUMBER) - {"loop", "cli"},
     "cli": set(NUMBER) - {"cli", "loop"},
 }
-# What may be imported as a file is loaded, beside the standard library. Everything else waits inside a function.
+# Imports allowed while a file loads, in addition to the standard library. Everything else is imported inside
+# a function.
 HEAVY_AT_TOP = {"tune": {"numpy"}, "kernels": {"torch", "triton"}, "pipeline": {"torch"}, "replay": {"torch"}, "launch": {"psutil"}, "cli": {"click", "rich"},
                 "render": {"rich", "jinja2", "markupsafe", "plotly"}}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "core", "manager"}
 
 MAY_PATCH = {"capture/ledger.py"}
-MAY_SET_OWN = {"plan/records.py"}  # setattr on a record of its own
+MAY_SET_OWN = {"plan/records.py"}  # setattr on its own record
 MAY_READ_CLOCKS = {"measure/clock.py"}
 CLOCKS = {"time", "timeit", "datetime"}
 STARTERS = {"subprocess", "pty", "multiprocessing", "pexpect"}
 STARTING_CALLS = ("exec", "fork", "spawn", "posix_spawn", "system", "popen")
 LOUD_CALLS = {"print", "exit", "quit", "sys.exit", "click.echo", "click.secho"}
 LOUD_STREAMS = {"sys.stderr.write", "sys.stdout.write", "sys.__stderr__.write", "sys.__stdout__.write"}
-MAY_WRITE_STDERR = {"capture/bootstrap.py", "capture/site/sitecustomize.py", "launch/gang.py"}
+MAY_WRITE_STDERR = {"capture/bootstrap.py", "capture/site/sitecustomize.py", "launch/local_launcher.py"}
 
 
-def room_of(name: str) -> str:
+def package_of(name: str) -> str:
     return name.split("/")[0] if "/" in name else ""
 
 
 def may_start_processes(name: str) -> bool:
-    return room_of(name) in ("launch", "trial") or name in ("cli/run.py", "probe/gpus.py")
+    return package_of(name) in ("launch", "trial") or name in ("cli/run.py", "probe/gpus.py")
 
 
 def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
-    """Line, dotted module and whether it is loaded with the file: every import statement, and import_module of a constant."""
+    """Line, dotted module and whether it is loaded with the file: every import statement, and import_module
+    of a constant.
+    """
     top = {id(node) for statement in tree.body for node in _outside_functions(statement)}  # type: ignore[attr-defined]
     found = []
     for node in ast.walk(tree):
@@ -96,14 +100,14 @@ def _spelled(node: ast.AST) -> str:
 
 
 def arrows(name: str, source: str) -> set[str]:
-    """The other rooms that a file imports."""
+    """The other packages that a file imports."""
     modules = [module.split(".") for _, module, _ in imported(ast.parse(source), name)]
-    return {parts[1] for parts in modules if parts[0] == "flatout" and len(parts) > 1 and parts[1] in NUMBER} - {room_of(name)}
+    return {parts[1] for parts in modules if parts[0] == "flatout" and len(parts) > 1 and parts[1] in NUMBER} - {package_of(name)}
 
 
 def complaints(name: str, source: str) -> list[str]:
-    """Everything that the house rules have against a file called ``name`` (its path below the package)."""
-    tree, room = ast.parse(source), room_of(name)
+    """All violations of the house rules in a file called ``name`` (its path below the root package)."""
+    tree, room = ast.parse(source), package_of(name)
     found = []
     if room and room not in NUMBER:
         found.append(f"{name}: {room} is not a room of the house")
@@ -161,7 +165,7 @@ def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Every room that can be reached from itself, with the way."""
+    """Every package that can be reached from itself, with the path."""
     found = []
     for start in sorted(graph):
         ways = [[start]]
@@ -189,16 +193,16 @@ def test_file_keeps_the_house_rules(name):
     assert complaints(name, (HOME / name).read_text(encoding="utf-8")) == []
 
 
-def test_no_cycles_between_rooms():
+def test_no_cycles_between_packages():
     graph: dict[str, set[str]] = {}
     for name in FILES:
-        if room_of(name):
-            graph.setdefault(room_of(name), set()).update(arrows(name, (HOME / name).read_text(encoding="utf-8")))
+        if package_of(name):
+            graph.setdefault(package_of(name), set()).update(arrows(name, (HOME / name).read_text(encoding="utf-8")))
     assert cycles(graph) == []
 
 
-def test_no_room_hides_in_a_single_file():
-    """Below the package lie rooms, `__init__.py` and `__main__.py`, nothing else."""
+def test_no_package_hides_in_a_single_file():
+    """Below the root package there are packages, `__init__.py` and `__main__.py`, nothing else."""
     assert {path.name for path in HOME.iterdir() if path.suffix == ".py"} == {"__init__.py", "__main__.py"}
     rooms = {path.name for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms <= set(NUMBER)
@@ -213,7 +217,7 @@ def test_no_room_hides_in_a_single_file():
         ("plan/plan.py", "from ..cli import main", "arrows only point down"),
         ("plan/plan.py", "from flatout import cli", "arrows only point down"),
         ("plan/plan.py", "import importlib\nimportlib.import_module('flatout.trial.parent')", "arrows only point down"),
-        ("measure/phases.py", "from flatout.capture.scene import Scene", "arrows only point down"),
+        ("measure/phases.py", "from flatout.capture.training_context import TrainingContext", "arrows only point down"),
         ("engine/applier.py", "from flatout.levers import TABLE", "arrows only point down"),
         ("levers/tf32.py", "from flatout.measure.clock import seconds", "may not import"),
         ("tune/search.py", "from flatout.render import story", "may not import"),
@@ -232,20 +236,20 @@ def test_no_room_hides_in_a_single_file():
         ("levers/tf32.py", "def apply():\n    print('hello')", "only cli/ prints"),
         ("tune/search.py", "import sys\nsys.exit(1)", "only cli/ prints or exits"),
         ("render/terminal.py", "import click\nclick.echo('x')", "only cli/ prints or exits"),
-        ("capture/scene.py", "import sys\nsys.stderr.write('x')", "only cli/ prints"),
+        ("capture/training_context.py", "import sys\nsys.stderr.write('x')", "only cli/ prints"),
         ("capture/bootstrap.py", "import sys\nsys.stdout.write('x')", "only cli/ prints"),
-        ("launch/gang.py", "print('x')", "only cli/ prints"),
+        ("launch/local_launcher.py", "print('x')", "only cli/ prints"),
         ("levers/tf32.py", "def apply(torch):\n    torch.backends.cudnn.allow_tf32 = True", "through the ledger alone"),
         ("trial/worker.py", "import sys\nsys.excepthook = None", "through the ledger alone"),
         ("levers/tf32.py", "def apply(flags):\n    setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
         ("levers/tf32.py", "undo = lambda flags: setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
-        ("render/story.py", "def f():\n    import torch", "a view needs no torch"),
+        ("render/summary.py", "def f():\n    import torch", "a view needs no torch"),
         ("engine/utils.py", "", "a file is not called utils"),
         ("plan/base.py", "", "a file is not called base"),
         ("tools/new.py", "", "not a room of the house"),
     ],
 )
-def test_a_broken_rule_is_seen(name, source, words):
+def test_a_broken_rule_is_detected(name, source, words):
     found = complaints(name, source)
     assert any(words in complaint for complaint in found), found
 
@@ -261,16 +265,16 @@ def test_a_broken_rule_is_seen(name, source, words):
         ("cli/main.py", "import sys, click\nsys.exit(0)\nclick.echo('x')\nprint('x')"),
         ("capture/ledger.py", "setattr(object(), 'a', 1)"),
         ("capture/bootstrap.py", "import sys\nsys.stderr.write('x')"),
-        ("launch/gang.py", "import sys\nsys.stderr.write('x')"),
+        ("launch/local_launcher.py", "import sys\nsys.stderr.write('x')"),
         ("trial/worker.py", "from flatout.engine.applier import Applier\nfrom flatout.plan.plan import Plan"),
         ("trial/worker.py", "class A:\n    def __init__(self):\n        self.x = 1"),
     ],
 )
-def test_what_is_allowed_passes(name, source):
+def test_allowed_sources_pass(name, source):
     assert complaints(name, source) == []
 
 
-def test_a_cycle_is_seen():
+def test_a_cycle_is_detected():
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
     assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 

@@ -1,4 +1,4 @@
-"""The guides end in commands: every one of them exists, with every option that is shown."""
+"""The guides end in commands: every command exists, with every option that is shown."""
 
 from __future__ import annotations
 

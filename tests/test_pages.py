@@ -1,4 +1,4 @@
-"""docs/generate.py: the pages made from the code are there and up to date."""
+"""docs/generate.py: the pages made from the code exist and are up to date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pages_are_up_to_date(generate):
     assert [path.name for path in generate.outdated()] == [], "run `python docs/generate.py`"
 
 
-def test_a_changed_and_a_forgotten_page_are_seen(generate, tmp_path, monkeypatch):
+def test_a_changed_and_a_missing_page_are_detected(generate, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "HERE", tmp_path)
     for path, text in generate.pages().items():
         path.parent.mkdir(exist_ok=True)

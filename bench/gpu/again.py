@@ -1,14 +1,13 @@
-"""Exact resume of a plain script on a GPU, in one command: killed at random moments under `flatout run --resume` until it is done.
+"""Tests exact resume of a plain script on a GPU: kills it at random under `flatout run --resume`.
 
-The tutorial's ResNet-18 (augmentation in two loader workers) and the 124M GPT, both with dropout on the device and deterministic kernels, in a loop of plain
-PyTorch. Weights,
-buffers, the optimizer's state and all random states at the end must be those of the run that nobody killed and that knew nothing of flatout. Beside that:
-seconds from a start to the
-seam, against the seconds that the steps before it had taken.
+The tutorial's ResNet-18 (augmentation in two loader workers) and the 124M GPT train in a loop of plain
+PyTorch, both with dropout on the device and deterministic kernels. The final weights, buffers, optimizer
+state and all random states must equal those of an undisturbed run without flatout. The page also compares the
+seconds from a start to the resume point with the seconds of the original steps before it.
 
     python bench/gpu/again.py
 
-``--smoke`` runs the same code in a tiny size, on the CPU where there is no GPU.
+``--smoke`` runs the same code at a tiny size, on the CPU without a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
     def words(out: Path) -> list[str]:
         return [sys.executable, str(Path(__file__).resolve()), "--child", kind, "--steps", str(steps), "--to", str(out), *(["--smoke"] if smoke else [])]
 
-    began, seams, done = time.monotonic(), [], 0
+    began, resume_points, done = time.monotonic(), [], 0
     failed = run_through(words(plain), cwd=folder, env=environment)
     whole_s = time.monotonic() - began
     while not failed:
@@ -75,15 +74,15 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
         with open(folder / "said", "w") as said:
             process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *words(again)], cwd=folder, env=environment,
                                        stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
-        expected, seam = bool(done), None
+        expected, resume_point = bool(done), None
         wait = draw.uniform(0.1, whole_s / (kills + 1))
         while process.poll() is None and time.monotonic() - began < CHILD_S:
             found = SEAM.search((folder / "said").read_text())
-            if found and seam is None:
-                seam = int(found[1])
-                seams.append([seam, round(time.monotonic() - began, 2)])
+            if found and resume_point is None:
+                resume_point = int(found[1])
+                resume_points.append([resume_point, round(time.monotonic() - began, 2)])
             manifests = folder.glob(".flatout/*/rescue/*/manifest.json")
-            ready = seam is not None if expected else any(read_json(path)["told"].get("exact") == "" for path in manifests)
+            ready = resume_point is not None if expected else any(read_json(path)["metadata"].get("exact") == "" for path in manifests)
             if ready and done < kills:
                 time.sleep(wait)
                 os.killpg(process.pid, signal.SIGKILL)
@@ -95,23 +94,23 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
             failed = "" if process.poll() == 0 else (folder / "said").read_text().strip()[-300:]
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                failed = "it did not end in time"
+                failed = "it did not finish in time"
             break
-    return {"training": kind, "steps": steps, "kills": done, "seams": seams, "whole_s": whole_s, "failed": failed,
+    return {"training": kind, "steps": steps, "kills": done, "resume_points": resume_points, "whole_s": whole_s, "failed": failed,
             "same": not failed and plain.read_text() == again.read_text()}
 
 
 def page(found: dict[str, Any]) -> str:
     return f"# Exact resume of a plain script on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n\n" + markdown_table(
-        ("training", "steps", "kills", "seams: step (s after the start)", "whole run, s", "the same bits"),
-        [(each["training"], each["steps"], each["kills"], ", ".join(f"{step} ({seconds})" for step, seconds in each["seams"]), f"{each['whole_s']:.0f}",
+        ("training", "steps", "kills", "resumed at step (s after the start)", "whole run, s", "equal bit for bit"),
+        [(each["training"], each["steps"], each["kills"], ", ".join(f"{step} ({seconds})" for step, seconds in each["resume_points"]), f"{each['whole_s']:.0f}",
           "yes" if each["same"] else f"**no** {each['failed']}") for each in found["killed"]]) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
-    parser.add_argument("--kills", type=int, default=5, help="of each training (default 5)")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser.add_argument("--kills", type=int, default=5, help="kills of each training (default 5)")
     for hidden, kind in (("--child", str), ("--to", Path), ("--steps", int)):
         parser.add_argument(hidden, type=kind, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
@@ -122,8 +121,8 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     theme, begun, found = "again_gpu" if torch.cuda.is_available() else "again_gpu_smoke", stamp(), dict[str, Any](killed=[])
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)

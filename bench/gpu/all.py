@@ -1,12 +1,15 @@
-"""Everything that waits for a GPU, in the order of its worth: `python bench/gpu/all.py`.
+"""Runs all benchmarks that need a GPU, the most important first: `python bench/gpu/all.py`.
 
-Each row is a process with a time limit of its own. Its output and its state are on disk when it ends, in --folder; a row that fails says why, and the
-rest goes on. Started again, it goes on with the rows that are missing. Results go where each benchmark writes them: bench/results, or --out.
+Each row is a process with its own time limit. Its output and its state are on disk when it ends, in --folder.
+If a row fails, it reports why, and the others still run. A restart runs the remaining rows. Each benchmark
+writes its results to bench/results, or to --out.
 
-    python bench/gpu/all.py --list            the rows and their limits
-    python bench/gpu/all.py --minutes 9       what fits into nine minutes; the next start goes on
-    python bench/gpu/all.py --only tutorial   some of them, again
-    python bench/gpu/all.py --rehearse        all of them in small, on the stand-in for a card (bench/gpu/stand_in)
+    python bench/gpu/all.py --list            print the rows and their limits
+    python bench/gpu/all.py --minutes 9       run the rows that fit into nine minutes; the next start
+                                              continues
+    python bench/gpu/all.py --only tutorial   run some of them again
+    python bench/gpu/all.py --rehearse        run all at a small size on the stand-in for a GPU
+                                              (bench/gpu/stand_in)
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DONE, FAILED, LATE = "done", "failed", "cut off"
 GRACE_S = 10.0
-SLOWER = 3  # a rehearsal may take so many times as long: other programs may use the machine as well
+SLOWER = 3  # time factor of a rehearsal, because other programs may use the machine
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class Row:
-    """``small``: what makes it short enough for a rehearsal. ``compiles``: kernels of its own, which no stand-in for a card can run."""
+    """A benchmark with its limit. ``small``: arguments for a short rehearsal.
+
+    ``compiles``: it has compiled kernels, which the stand-in for a GPU cannot run.
+    """
 
     name: str
     limit_s: int
@@ -47,38 +53,38 @@ class Row:
 SEARCH = ("--budget", "120s", "--limit", "4m15s", "--sets", "2")
 SMALL_SEARCH = ("--smoke", "--budget", "10s", "--rounds", "2")
 ROWS = (
-    Row("runs", 150, "runs.py", what="does it run at all: programs with and without flatout, their levers, a profile, a search"),
+    Row("runs", 150, "runs.py", what="basic operation: programs with and without flatout, their levers, a profile, a search"),
     Row("tutorial", 265, "tutorial.py", SEARCH, SMALL_SEARCH, what="ResNet-18 of the tutorial: plain, one-liners, flatout"),
     Row("gpt", 265, "gpt.py", SEARCH, SMALL_SEARCH, what="GPT-2 124M: plain, one-liners, flatout"),
-    Row("small", 180, "small.py", ("--budget", "75s", "--limit", "2m50s", "--sets", "2"), SMALL_SEARCH, what="a network whose step waits for launches"),
+    Row("small", 180, "small.py", ("--budget", "75s", "--limit", "2m50s", "--sets", "2"), SMALL_SEARCH, what="a launch-bound network"),
     Row("kernels", 80, "kernels.py", ("--limit-s", "70"), ("--smoke", "--kernels", "layer_norm", "--case", "4,096 rows of 1,024"),
-        what="the kernels beside torch's own", compiles=True),
-    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), ("--smoke", "--budget", "6s"), what="profiles beside the truth"),
+        what="the kernels compared with torch's own", compiles=True),
+    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), ("--smoke", "--budget", "6s"), what="profiles compared with direct measurements"),
     Row("memory", 130, "memory.py", ("--limit-s", "105"), what="out of memory, micro-batches, recomputation"),
-    Row("trust", 120, "trust.py", ("--kills", "2", "--seconds", "40"), what="saves: killed and gone on with"),
+    Row("trust", 120, "trust.py", ("--kills", "2", "--seconds", "40"), what="checkpoints: killed and resumed"),
     Row("again", 100, "again.py", ("--kills", "2"), what="exact resume of plain scripts"),
-    Row("ranks", 70, "ranks.py", what="ranks that share the card"),
+    Row("ranks", 70, "ranks.py", what="ranks that share the GPU"),
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the rows and their limits")
-    parser.add_argument("--minutes", type=float, default=None, help="begin no row that may not end within so many minutes")
-    parser.add_argument("--only", default=None, help="these rows, separated by commas, also where they are done")
-    parser.add_argument("--rehearse", action="store_true", help="in small, on the stand-in for a card")
+    parser.add_argument("--list", action="store_true", help="print the rows and their limits, then exit")
+    parser.add_argument("--minutes", type=float, default=None, help="start only rows that fit into this many minutes")
+    parser.add_argument("--only", default=None, help="run only these rows, separated by commas, even if they are done")
+    parser.add_argument("--rehearse", action="store_true", help="run at a small size on the stand-in for a GPU")
     parser.add_argument("--folder", type=Path, default=None, help="states and outputs of the rows (default .flatout/gpu)")
-    parser.add_argument("--out", type=Path, default=None, help="results go to this folder instead of bench/results")
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     parser.add_argument("--archive", type=Path, default=None, help="after each row, write folder and results into this .tar.gz")
     args = parser.parse_args()
     if args.list:
         for row in ROWS:
             print(f"{row.name:10} {row.limit_s:4d} s  {row.what}")
-        print(f"{'together':10} {sum(row.limit_s for row in ROWS):4d} s")
+        print(f"{'total':10} {sum(row.limit_s for row in ROWS):4d} s")
         return 0
     rows = ROWS if args.only is None else tuple(row for row in ROWS if row.name in args.only.split(","))
     if args.only is not None and len(rows) != len(set(args.only.split(","))):
-        parser.error(f"the rows are {', '.join(row.name for row in ROWS)}")
+        parser.error(f"unknown row; choose from {', '.join(row.name for row in ROWS)}")
     folder = args.folder or ROOT / ".flatout" / ("gpu-rehearsal" if args.rehearse else "gpu")
     folder.mkdir(parents=True, exist_ok=True)
     out = args.out or (folder / "results" if args.rehearse else None)
@@ -87,7 +93,7 @@ def main() -> int:
     for row in rows:
         known = state_of(folder, row)
         if known.get("state") == DONE and args.only is None:
-            print(f"{row.name}: done before, {known['seconds']} s", flush=True)
+            print(f"{row.name}: done already, {known['seconds']} s", flush=True)
             continue
         if end is not None and time.monotonic() + row.limit_s > end:
             left_out.append(row.name)
@@ -97,7 +103,7 @@ def main() -> int:
         if args.archive:
             archive(args.archive, folder, out or ROOT / "bench" / "results")
     if left_out:
-        print(f"no time for {', '.join(left_out)}: start it again", flush=True)
+        print(f"no time for {', '.join(left_out)}: run the same command again", flush=True)
     return 1 if left_out or any(state_of(folder, row).get("state") != DONE for row in rows) else 0
 
 
@@ -109,7 +115,7 @@ def state_of(folder: Path, row: Row) -> dict:
 
 
 def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
-    """Runs a row and writes down how it ended. Its output stands in NAME.log, and grows while it runs."""
+    """Runs a row and records its outcome. Its output goes to NAME.log, which grows while it runs."""
     command = [sys.executable, "-u", str(HERE / row.script), *(row.small if rehearse else row.arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -143,14 +149,14 @@ def ends_with_parent() -> None:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """The row's whole process group: first asked, then killed."""
-    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+    """Ends the row's whole process group: first SIGTERM, then SIGKILL."""
+    for number, timeout in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:
             return
         try:
-            child.wait(patience)
+            child.wait(timeout)
         except subprocess.TimeoutExpired:
             continue
 

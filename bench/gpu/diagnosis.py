@@ -1,10 +1,12 @@
-"""`flatout profile` on a GPU beside the truth: step time, syncs and their lines, peak memory, Tensor Core use; a leak; an out-of-memory.
+"""Compares `flatout profile` on a GPU with direct measurements, and tests a leak and an out-of-memory error.
 
     python bench/gpu/diagnosis.py
 
-Two programs, the tutorial ResNet-18 and GPT-2 124M, are profiled as they are. Beside each profile stands what torch alone says in a process of its
-own (bench/gpu/truth.py): CUDA events around each step, torch's sync debug mode for the lines that wait, the allocator's peak. Where Nsight Compute
-is installed, it counts the Tensor Core instructions of GPT's kernels. One more program keeps each loss, another one grows until nothing fits.
+It profiles two unmodified programs, the tutorial ResNet-18 and GPT-2 124M: step time, synchronisations and
+their lines, peak memory, Tensor Core use. Next to each profile, the page shows the figures of torch alone in
+a separate process (bench/gpu/truth.py): CUDA events around each step, torch's sync debug mode for the waiting
+lines, the allocator's peak. If Nsight Compute is installed, it counts the Tensor Core instructions of GPT's
+kernels. Another program keeps every loss, and a last one grows until memory is full.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ PROGRAMS = HERE / "programs"
 TINY = {"tutorial.py": ("--batch-size", "8", "--images", "2000"),
         "gpt.py": ("--batch-size", "1", "--context", "32", "--vocabulary", "211", "--width", "32", "--heads", "2", "--layers", "2", "--tokens", "20000")}
 TENSOR_CORES = "sm__inst_executed_pipe_tensor.sum"
-LAUNCHES = 400  # kernels that Nsight Compute looks at, after as many that it leaves alone
+LAUNCHES = 400  # kernels that Nsight Compute profiles, after skipping as many
 LIMIT_S = 200.0
 
 
 class Failed(Exception):
-    """A command that gave no figures; its words."""
+    """Raised for a command that gave no figures, with its output."""
 
 
 def run(*words: str, limit_s: float = LIMIT_S, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
@@ -47,7 +49,7 @@ def run(*words: str, limit_s: float = LIMIT_S, codes: tuple[int, ...] = (0,)) ->
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        raise Failed(f"not done after {limit_s:.0f} s") from None
+        raise Failed(f"not finished after {limit_s:.0f} s") from None
     if codes and done.returncode not in codes:
         raise Failed(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")
     return done
@@ -65,7 +67,7 @@ def truth(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def tensor_core_kernels(script: str, *arguments: str) -> dict[str, bool]:
-    """Kernel name -> whether it has executed Tensor Core instructions, by the hardware's counter."""
+    """Returns kernel name -> whether it executed Tensor Core instructions, by the hardware's counter."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise Failed("Nsight Compute is not installed")
@@ -84,18 +86,18 @@ def tensor_core_kernels(script: str, *arguments: str) -> dict[str, bool]:
 
 
 def beside_truth(record: ProfileRecord, true: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What, as the profile says, as torch alone says."""
+    """Returns rows with the figure's name, the profile's figure, and the figure of torch alone."""
     step = true["step_ms"]
     of_profile = record.step_ms_list
     rows = [("step, ms [quartiles]", f"{record.step_ms:.3g} [{quantile(of_profile, 0.25):.3g}, {quantile(of_profile, 0.75):.3g}], n={len(of_profile)}",
              f"{median(step):.3g} [{quantile(step, 0.25):.3g}, {quantile(step, 0.75):.3g}], n={len(step)}")]
-    heard = {}
-    for crossing in record.crossings:
-        if crossing.place is not None and not crossing.non_blocking:
-            heard[crossing.place.line] = heard.get(crossing.place.line, 0.0) + crossing.calls
+    observed = {}
+    for synchronisation in record.synchronisations:
+        if synchronisation.place is not None and not synchronisation.non_blocking:
+            observed[synchronisation.place.line] = observed.get(synchronisation.place.line, 0.0) + synchronisation.calls
     syncs = {int(line): calls for line, calls in true["syncs"].items()} if true["syncs"] is not None else None
     spelled = _lines(syncs) if syncs is not None else "not on a CPU"
-    rows.append(("waits, calls a step by line", _lines(heard), spelled))
+    rows.append(("synchronisations, calls a step by line", _lines(observed), spelled))
     if record.memory is not None:
         peak = f"{true['peak_bytes'] / 2**20:.0f}" if true["peak_bytes"] else "not on a CPU"
         rows.append(("peak memory, MiB", f"{record.memory.peak_bytes / 2**20:.0f}", peak))
@@ -112,17 +114,17 @@ def of_profile(record: ProfileRecord) -> str:
              f"{Path(o.place.file).name}:{o.place.line}" if o.place else "-") for o in record.operations[:8]]
     what_ifs = [(w.name, f"{w.ratio.median:.2f}x [{w.ratio.low:.2f}, {w.ratio.high:.2f}]" if w.ratio else w.why_not) for w in record.what_ifs]
     gaps = ", ".join(f"{gap.what} {gap.ms:.3g} ms" for gap in record.idle_gaps[:4])
-    idle = f"{record.idle_ms:.3g} ms a step ({gaps})" if record.idle_ms is not None else "not seen"
+    idle = f"{record.idle_ms:.3g} ms a step ({gaps})" if record.idle_ms is not None else "not measured"
     overhead = f"{record.overhead.median:.2f}x" if record.overhead else "not measured"
     return "\n".join([
-        f"Bound: **{record.bound}**: {record.bound_why}  ", f"Device idle: {idle}. A step that is listened to against a quiet one: {overhead}.\n",
-        markdown_table(("operator", "calls", "device ms", "share", "of its roofline", "limit", "Tensor Cores", "line"), rows), "",
+        f"Bound: **{record.bound}**: {record.bound_why}  ", f"Device idle: {idle}. A profiled step compared with an undisturbed one: {overhead}.\n",
+        markdown_table(("operator", "calls", "device ms", "share", "share of its roofline", "limit", "Tensor Cores", "line"), rows), "",
         markdown_table(("without", "as fast"), what_ifs), "",
         *(f"* {f.rule} {f.said}" for f in record.findings), *(f"* note: {note}" for note in record.notes), ""])
 
 
 def attempt(parts: list[str], raw: dict[str, Any], name: str, work: Callable[[], tuple[str, Any]]) -> None:
-    """What fails is a line of the page, and the rest goes on."""
+    """Adds a section to the page; a failure becomes a line of it, and the others still run."""
     try:
         text, raw[name] = work()
     except Failed as failure:
@@ -132,20 +134,20 @@ def attempt(parts: list[str], raw: dict[str, Any], name: str, work: Callable[[],
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
-    parser.add_argument("--budget", default=None, help="time of each profile (default 60s; 15s with --smoke)")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser.add_argument("--budget", default=None, help="time budget of each profile (default 60s; 15s with --smoke)")
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     if not args.smoke and not has_gpu():
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     budget = args.budget or ("15s" if args.smoke else "60s")
     made = stamp(look())
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
-    parts, raw = ["# `flatout profile` on a GPU, beside the truth\n"], dict[str, Any]()
+    parts, raw = ["# `flatout profile` on a GPU, compared with direct measurements\n"], dict[str, Any]()
     if args.smoke:
-        parts.append("**A smoke run in a tiny size: it shows that the benchmark works. Its figures mean nothing.**\n")
+        parts.append("**A smoke run at a tiny size: it only shows that the benchmark works. Its figures are meaningless.**\n")
     with tempfile.TemporaryDirectory(prefix="profile-") as home:
         place = Path(home)
 
@@ -165,7 +167,7 @@ def main() -> int:
         def leak() -> tuple[str, Any]:
             found = profiled(place, budget, "leaking.py").leak
             if found is None:
-                raise Failed("no leak was looked for")
+                raise Failed("the profile did not search for a leak")
             line = f"{Path(found.place.file).name}:{found.place.line}: {found.place.text.strip()}" if found.place else "no line"
             return f"{found.bytes_a_step / 1024:.1f} KiB a step on the {found.where}, leaking: {found.leaking}; {found.holder}; {line}\n", found.to_json()
 

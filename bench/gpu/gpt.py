@@ -1,7 +1,8 @@
-"""GPT-2 124M in plain float32, 1,024 tokens, hand-written attention, AdamW: tokens/s as it is, with the one-liners, under flatout.
+"""Measures tokens/s of GPT-2 124M in float32 (1,024 tokens, AdamW): plain, one-liners, flatout.
 
-FLOPs of a token by nanoGPT's formula (estimate_mfu): 6 N + 12 L H Q T, with N the parameters without the position embedding,
-L layers, H heads, Q the width of a head, T tokens of context: 855 MFLOP for 124M at 1,024.
+The attention is written by hand. FLOPs of a token follow nanoGPT's formula (estimate_mfu): 6 N + 12 L H Q T,
+with N the parameters without the position embedding, L layers, H heads, Q the width of a head, T tokens of
+context: 855 MFLOP for 124M at 1,024.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Without the position embedding; the output layer shares the token embedding."""
+        """Returns the parameters without position embedding; the output layer shares the token embedding."""
         block = 4 * (self.width + 1) * self.width + (self.width + 1) * 4 * self.width + (4 * self.width + 1) * self.width + 4 * self.width
         return self.vocabulary * self.width + self.layers * block + 2 * self.width
 
@@ -43,7 +44,7 @@ TINY = Size(width=64, heads=4, layers=2, context=64, vocabulary=512, tokens=200_
 def theme(smoke: bool, args: argparse.Namespace) -> Theme:
     size = TINY if smoke else Size()
     return Theme(
-        name="gpt", title="GPT-2 124M, 1,024 tokens, plain float32: as it is, the one-liners, flatout", plain="gpt.py", one_liners="gpt_one_liners.py",
+        name="gpt", title="GPT-2 124M, 1,024 tokens, float32: plain, the one-liners, flatout", plain="gpt.py", one_liners="gpt_one_liners.py",
         unit="tokens", per_sample=size.context, batch=args.batch_size, flop_per_unit=size.flop_per_token,
         formula=f"{size.flop_per_token / 1e6:.1f} MFLOP a token (6 N + 12 L H Q T, N = {size.parameters / 1e6:.2f} M)",
         arguments=size.arguments(args.batch_size), one_liner_arguments=("--backend", "aot_eager") if smoke else ())
@@ -51,7 +52,7 @@ def theme(smoke: bool, args: argparse.Namespace) -> Theme:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step (default 4; programs that take turns share the GPU's memory)")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step (default 4; the interleaved programs share the GPU's memory)")
     return run(theme, parser.parse_args())
 
 

@@ -1,7 +1,8 @@
-"""The kernels on a GPU, in one command: bandwidth, memory and time, with Liger-Kernel's beside ours where it is installed.
+"""Benchmarks the kernels on a GPU: bandwidth, memory and time, compared with torch and Liger-Kernel.
 
-Goals: `augment` at 80 % of the measured copy bandwidth or more; `linear_cross_entropy` with at most a quarter of the plain memory at a
-vocabulary of 50,000; `layer_norm` and `rms_norm` no slower than torch's own and torch.compile's. What missed its goal is said.
+Goals: `augment` at 80 % of the measured copy bandwidth or more; `linear_cross_entropy` with at most a quarter
+of the plain memory at a vocabulary of 50,000; `layer_norm` and `rms_norm` no slower than torch's own and
+torch.compile's. The page reports each missed goal.
 
     python bench/gpu/kernels.py
 """
@@ -18,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels import measure, options
 
-from flatout.cli.kernel_bench import Row
+from flatout.cli.kernel_bench import KernelTiming
 
 NO_GPU = 2
 BANDWIDTH_GOAL, MEMORY_GOAL, CLASSES = 0.8, 4.0, "50,257"
 
 
 def others(kernel: Any, case: Any) -> dict[str, Callable[..., Any]]:
-    """torch's own fused operation, and Liger-Kernel's, called with the inputs of our cases."""
+    """Returns torch's own fused operation and Liger-Kernel's, called with the inputs of flatout's cases."""
     import torch
 
     functional = torch.nn.functional
@@ -59,8 +60,8 @@ def others(kernel: Any, case: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def goals(rows: list[Row]) -> list[str]:
-    """Each goal with what was measured; "not run" where nothing was."""
+def goals(rows: list[KernelTiming]) -> list[str]:
+    """Returns each goal with its measurement; "not run" without one."""
     lines = []
     shares = [(row.share, row) for row in rows if row.kernel == "augment" and row.contestant in ("triton", "cuda") and row.share]
     for case in dict.fromkeys(row.case for _, row in shares):
@@ -82,7 +83,7 @@ def goals(rows: list[Row]) -> list[str]:
                 rival = min(theirs, key=lambda way: theirs[way])
                 times = theirs[rival] / min(ours)
                 lines.append(f"* {name}, {case}, {work}: {times:.2f} times as fast as {rival}; {_word(times >= 1)}")
-    missing = [] if find_spec("liger_kernel") else ["* Liger-Kernel: not run, it is not installed"]
+    missing = [] if find_spec("liger_kernel") else ["* Liger-Kernel: not run, because it is not installed"]
     return [*(lines or ["* goals: not run"]), *missing, ""]
 
 
@@ -95,8 +96,8 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code on the CPU.\n")
         return NO_GPU
     return measure("kernels_gpu" if torch.cuda.is_available() else "kernels", "Kernels on a GPU", args, others, goals)
 

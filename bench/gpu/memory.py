@@ -1,14 +1,16 @@
-"""Memory of a 124M GPT on a GPU, in one command: what fits, what it costs, and what the Loop does where memory ends.
+"""Measures the memory of a 124M GPT on a GPU: what fits, its cost, and the Loop's behaviour out of memory.
 
-1. Frontier: sequences a step against ways of computing activations again; tokens/s and the allocator's peak of each, in turns inside one process.
-2. Out of memory for real: the process may take so much of the device and no more; a Loop is given a step that does not fit. It must come through, in
-   micro-batches, with the gradient of the undisturbed step.
-3. The batch finder: what ``micro_batch="auto"`` chooses beside an exhaustive sweep over micro-batches.
+1. Frontier: sequences a step for each recompute setting; tokens/s and the allocator's peak of each,
+   interleaved in one process.
+2. Real out-of-memory errors: the process may use only a given share of the device, and a Loop gets a step
+   that does not fit. It must finish in micro-batches, with the gradient of the undisturbed step.
+3. The batch finder: the choice of ``micro_batch="auto"``, compared with an exhaustive sweep over
+   micro-batches.
 
     python bench/gpu/memory.py
 
-Results are written after each part, so that a run that is cut off leaves what it has. ``--smoke`` runs the same code in a tiny size, on the CPU where
-there is no GPU; memory does not end there, so part 2 is left out then.
+The page is written after each part, so that an interrupted run keeps its results. ``--smoke`` runs the same
+code at a tiny size, on the CPU without a GPU; part 2 is left out there, because memory does not run out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from provenance import RESULTS, markdown_table, stamp, write_result
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.loop.loop import Loop
 from flatout.measure.clock import seconds
@@ -41,7 +43,7 @@ WAYS: dict[str, tuple[str, Any] | None] = {
     "offload": ("offload", "activations"),
 }
 BATCHES = (4, 8, 16, 32, 64)
-LIMITS = (0.5, 0.35, 0.25)  # of what the whole step takes above parameters and state
+LIMITS = (0.5, 0.35, 0.25)  # share of the step's memory above parameters and state
 ROUNDS = 5
 PINNED = 0.5  # of the host's free memory, at most
 CLOSE = 1e-5  # relative, of gradients: other micro-batches sum in another order
@@ -59,12 +61,12 @@ class Bench:
         torch.set_float32_matmul_precision("high")
         self.model = GPT(self.vocabulary, self.context, width, heads, layers).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.scene = Scene(torch, Listener(), Ledger())
-        self.scene.introduce([self.model], [self.optimizer], [])
-        self.scene.first_step_done(1)
+        self.training_context = TrainingContext(torch, Listener(), Ledger())
+        self.training_context.introduce([self.model], [self.optimizer], [])
+        self.training_context.first_step_done(1)
         self.made, self.found = stamp(), dict[str, Any](frontier=[], out_of_memory=[], finder={})
 
-    # -- one step ---------------------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------
 
     def batch(self, size: int) -> Any:
         tokens = self.torch.randint(0, self.vocabulary, (size, self.context + 1), device=self.device)
@@ -85,7 +87,7 @@ class Bench:
             self.torch.cuda.synchronize()
 
     def peak(self, work: Any) -> int | None:
-        """The allocator's peak while it runs; None on a CPU."""
+        """Returns the allocator's peak while it runs; None on a CPU."""
         if self.device.type != "cuda":
             work()
             return None
@@ -107,7 +109,7 @@ class Bench:
         if self.device.type == "cuda":
             self.torch.cuda.empty_cache()
 
-    # -- the three parts --------------------------------------------------------------------------------------------------
+    # -- the three parts -------------------------------------------------------------------------------------
 
     def frontier(self) -> None:
         for size in BATCHES[:2] if self.smoke else BATCHES:
@@ -144,7 +146,10 @@ class Bench:
             self.write()
 
     def too_much_to_pin(self, size: int, peak: int | None) -> str:
-        """Why what a step of so many sequences keeps is not moved to the host; nothing where that has room for it. Blocks are powers of two."""
+        """Returns why the saved tensors of this many sequences do not fit on the host; empty if they fit.
+
+        Blocks are powers of two.
+        """
         peaks = [entry for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("peak_bytes")]
         if peak is None and peaks:  # it did not fit into the device
             peak = peaks[-1]["peak_bytes"] * size // peaks[-1]["batch"]
@@ -155,10 +160,10 @@ class Bench:
     def on(self, way: tuple[str, Any] | None) -> Any:
         if way is None:
             return lambda: None
-        return LEVERS[way[0]].apply(self.scene, way[1], Ledger())
+        return LEVERS[way[0]].apply(self.training_context, way[1], Ledger())
 
     def out_of_memory(self) -> None:
-        """The same step with the whole device, and with less of it than it takes."""
+        """Runs the same step with the whole device, and with less memory than it needs."""
         if self.device.type != "cuda":
             return
         cuda, size = self.torch.cuda, 4 if self.smoke else 32
@@ -182,7 +187,7 @@ class Bench:
                 mine = self.torch.cat([p.grad.flatten().float() for p in self.model.parameters()])
                 entry |= {"parts": step.parts, "seconds": seconds() - start, "error": float((mine - true).norm() / true.norm())}
                 del mine
-            except Exception as error:  # what a Loop cannot do is a result, too
+            except Exception as error:  # a failure of the Loop is a result, too
                 entry["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             finally:
                 cuda.set_per_process_memory_fraction(1.0)
@@ -190,7 +195,7 @@ class Bench:
             self.write()
 
     def finder(self) -> None:
-        """Every micro-batch timed in turns, then what the Loop picks by itself."""
+        """Times every micro-batch, interleaved, then records the Loop's own choice."""
         size = 8 if self.smoke else 64
         batch = self.batch(size)
         micro_batches = [size // 2**at for at in range(size.bit_length()) if size // 2**at >= 1]
@@ -222,10 +227,10 @@ class Bench:
                 break
         chosen = auto.sized.micro_batch if auto.sized is not None else None
         self.found["finder"] = {"batch": size, "ms": {str(each): times for each, times in ms.items()}, "chosen": chosen,
-                                "said": auto.sized.sentence() if auto.sized is not None else "it had not decided after 200 steps"}
+                                "said": auto.sized.sentence() if auto.sized is not None else "no decision after 200 steps"}
         self.write()
 
-    # -- the page -----------------------------------------------------------------------------------------------------------
+    # -- the page --------------------------------------------------------------------------------------------
 
     def write(self) -> tuple[Path, ...]:
         return write_result("memory_gpu" if self.device.type == "cuda" else "memory_gpu_smoke", self.made, self.page(), self.found, folder=self.out)
@@ -243,7 +248,7 @@ class Bench:
             times = f"{median(ms) / plain[entry['batch']]:.2f}x" if entry["batch"] in plain else "plain does not fit"
             rows.append((entry["batch"], entry["way"], "-" if peak is None else f"{peak / 2**30:.2f}", f"{rate:,.0f}", f"{median(ms):.4g} {spread}, {times}"))
         failed = [(f"{e['cap_bytes'] / 2**30:.1f} of {e['plain_peak_bytes'] / 2**30:.1f}", e.get("parts", "-"),
-                   f"{e['error']:.1e}, {'same' if e['error'] <= CLOSE * 100 else '**another gradient**'}" if "error" in e else e["failed"],
+                   f"{e['error']:.1e}, {'same' if e['error'] <= CLOSE * 100 else '**different gradient**'}" if "error" in e else e["failed"],
                    f"{e['seconds']:.2f}" if "seconds" in e else "-") for e in self.found["out_of_memory"]]
         finder = self.found["finder"]
         sweep = {int(each): median(ms) for each, ms in finder.get("ms", {}).items() if ms}
@@ -253,23 +258,23 @@ class Bench:
         return "\n".join([
             f"# Memory of a 124M GPT\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
             "## Frontier (bfloat16 autocast, TF32, AdamW)\n",
-            markdown_table(("sequences", "way", "peak, GiB", "tokens/s", "ms a step [quartiles], of plain"), rows), "",
-            "## Out of memory\n", markdown_table(("GiB it may take, of what the step takes", "micro-batches", "gradient's error", "seconds"), failed)
+            markdown_table(("sequences", "method", "peak, GiB", "tokens/s", "ms a step [quartiles], relative to plain"), rows), "",
+            "## Out of memory\n", markdown_table(("allowed GiB of the step's GiB", "micro-batches", "error of the gradient", "seconds"), failed)
             if failed else "not run", "", "## The batch finder\n", beside + (f". {finder['said']}" if finder else ""), "",
             markdown_table(("micro-batch", "ms a step"), [(each, f"{ms:.4g}") for each, ms in sweep.items()]) if sweep else "", ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
-    parser.add_argument("--limit-s", type=float, default=440.0, help="begin nothing new after so many seconds")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser.add_argument("--limit-s", type=float, default=440.0, help="start no new measurement after this many seconds")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     bench = Bench(torch, args.smoke, args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS), args.limit_s)
     for part in (bench.out_of_memory, bench.finder, bench.frontier):

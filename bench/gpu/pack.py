@@ -1,6 +1,7 @@
-"""Gathers what a bare GPU machine without a network lacks: wheels of flatout's dependencies, for its Python. `python bench/gpu/pack.py --python 3.12`.
+"""Collects wheels of flatout's dependencies for a GPU machine without a network.
 
-The machine is taken to have torch, torchvision, triton and numpy. There:
+Run it with `python bench/gpu/pack.py --python 3.12` for the machine's Python. The machine is assumed to have
+torch, torchvision, triton and numpy. There:
 
     python3 -m pip install --no-index --no-deps --target /tmp/site .wheels/*.whl
     PYTHONPATH=/tmp/site python3 bench/gpu/all.py --minutes 9
@@ -24,7 +25,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 
 
 def needed() -> list[str]:
-    """Names of the packages that flatout's core and its extra `gpu` need here, and those that they need."""
+    """Returns the packages that flatout's core and its extra `gpu` need here, and their dependencies."""
     found: set[str] = set()
     todo = [("flatout", EXTRAS)]
     while todo:
@@ -32,7 +33,7 @@ def needed() -> list[str]:
         try:
             lines = requires(name) or []
         except PackageNotFoundError:
-            continue  # of another platform
+            continue  # for another platform
         for line in lines:
             package = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0].lower()
             extra = re.search(r"extra == ['\"]([^'\"]+)", line)
@@ -44,7 +45,7 @@ def needed() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="of the machine (default 3.12)")
+    parser.add_argument("--python", default="3.12", help="Python version of the machine (default 3.12)")
     parser.add_argument("--out", type=Path, default=ROOT / ".wheels")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -52,12 +53,12 @@ def main() -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--implementation", "cp",
                "--python-version", args.python, *(part for platform in PLATFORMS for part in ("--platform", platform)), "--dest", str(args.out), *names]
     if subprocess.run(command, check=False).returncode:
-        sys.exit(f"pack: not all of {', '.join(names)} could be had as wheels for Python {args.python}")
+        sys.exit(f"pack: some of {', '.join(names)} have no wheel for Python {args.python}")
     wheels = sorted(args.out.glob("*.whl"))
     mib = sum(wheel.stat().st_size for wheel in wheels) / 2**20
     print(f"{len(wheels)} wheels, {mib:.1f} MiB, in {args.out}: {', '.join(wheel.name.split('-')[0] for wheel in wheels)}")
     if mib > MOST_MIB:
-        sys.exit(f"pack: more than {MOST_MIB} MiB")
+        sys.exit(f"pack: the wheels exceed the limit of {MOST_MIB} MiB")
 
 
 if __name__ == "__main__":

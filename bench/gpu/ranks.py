@@ -1,13 +1,16 @@
-"""Several ranks on one GPU beside one process, in one command: the same GPT, the same batches, its first gradient, its losses, and what memory holds.
+"""Compares several ranks on one GPU with one process: first gradient, losses and memory of a GPT.
 
-1. One process: what all others are compared with.
-2. Two ranks that share the device (through gloo, since NCCL wants a device for each), the batch divided, as `flatout run --procs 2` does it.
+1. One process: the baseline of all others.
+2. Two ranks that share the device (through gloo, since NCCL requires a device for each), with the batch
+   split, as `flatout run --procs 2` does it.
 3. The same with the lever `sharding`: each rank keeps half of weights, gradients and optimizer state.
-4. One rank over NCCL; torch's FSDP2 by hand with one rank, and with everything offloaded to the host.
+4. One rank over NCCL; torch's FSDP2, configured by hand, with one rank, and with everything offloaded to the
+   host.
 
     python bench/gpu/ranks.py
 
-``--smoke`` runs the same code in a tiny size, on the CPU and through gloo where there is no GPU. A way that fails is a row that says so.
+``--smoke`` runs the same code at a tiny size, on the CPU and through gloo without a GPU. The row of a failed
+configuration says so.
 """
 
 from __future__ import annotations
@@ -28,24 +31,24 @@ from provenance import RESULTS, markdown_table, stamp, write_result
 NO_GPU, CHILD_S = 2, 300
 WAYS = {"one process": 1, "two ranks": 2, "two ranks, sharding": 2, "one rank, NCCL": 1, "FSDP2, one rank": 1, "FSDP2, one rank, offloaded": 1}
 STEPS = 8
-SAME = 1e-4  # relative: float32, sums in another order
+SAME = 1e-4  # relative: float32, different order of sums
 
 
 # -- one rank ------------------------------------------------------------------------------------------------
 
 
 def child(way: str, out: Path, smoke: bool) -> None:
-    """Train some steps in this way, and write down what came of it."""
+    """Trains some steps in this configuration, and writes the results."""
     import torch
     from gpt import GPT
 
-    from flatout.plan.standing import standing
-    from flatout.trial.witness import sketched
+    from flatout.plan.rank_environment import standing
+    from flatout.trial.reference_run import sketched
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocabulary, context, batch = (128, 16, 4) if smoke else (50304, 512, 8)
     here = standing()
-    scene = _as_a_rank(torch, way.endswith("sharding")) if here is not None else None
+    training_context = _as_a_rank(torch, way.endswith("sharding")) if here is not None else None
     torch.manual_seed(0)
     model = GPT(vocabulary, context, *((32, 2, 2) if smoke else (768, 12, 12))).to(device)
     tokens = torch.randint(0, vocabulary, (STEPS * batch, context + 1), generator=torch.Generator().manual_seed(1))
@@ -64,8 +67,8 @@ def child(way: str, out: Path, smoke: bool) -> None:
         optimizer.step()
         losses.append(loss.item())
     whole = way.endswith("sharding") and not all(hasattr(p, "_local_tensor") for p in model.parameters())
-    if scene is not None and (scene.divided.batches.share is None or whole):
-        raise RuntimeError("nothing was divided")
+    if training_context is not None and (training_context.divided.batches.share is None or whole):
+        raise RuntimeError("nothing was sharded")
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     found = {"losses": losses, "gradients": gradients, "weights_bytes": _bytes(model.parameters()),
              "gradients_bytes": _bytes(p.grad for p in model.parameters() if p.grad is not None), "state_bytes": _bytes(state),
@@ -77,19 +80,19 @@ def child(way: str, out: Path, smoke: bool) -> None:
 def _as_a_rank(torch: Any, shards: bool) -> Any:
     from flatout.capture.ledger import Ledger
     from flatout.capture.listener import Listener
-    from flatout.capture.scene import Scene
+    from flatout.capture.training_context import TrainingContext
     from flatout.levers import TABLE
 
     levers = {lever.name: lever for lever in TABLE}
-    scene = Scene(torch, Listener(), Ledger())
-    scene.install()
+    training_context = TrainingContext(torch, Listener(), Ledger())
+    training_context.install()
     for name, value in (("data_parallel", {"reduction": "mean"}), *((("sharding", {"over": "node"}),) if shards else ())):
-        levers[name].apply(scene, value, Ledger())
-    return scene
+        levers[name].apply(training_context, value, Ledger())
+    return training_context
 
 
 def _by_hand(torch: Any, model: Any, device: Any, way: str) -> None:
-    """What a person would write for one rank."""
+    """Sets up one rank as a user would write it."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     store = torch.distributed.HashStore()
@@ -113,7 +116,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _bytes(tensors: Any) -> int:
-    """Of what this rank holds of them."""
+    """Returns the bytes that this rank holds of the tensors."""
     return sum(_local(t).numel() * t.element_size() for t in tensors)
 
 
@@ -124,11 +127,11 @@ def run_way(way: str, procs: int, smoke: bool, folder: Path) -> dict[str, Any]:
     out = folder / way.replace(" ", "_").replace(",", "")
     words = [sys.executable, str(Path(__file__).resolve()), "--child", way, "--out", str(out), *(["--smoke"] if smoke else [])]
     if procs > 1:
-        words = [sys.executable, "-m", "flatout.launch.gang", "--procs", str(procs), "--", *words]
+        words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", *words]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"way": way, "failed": f"not done after {CHILD_S} s"}
+        return {"way": way, "failed": f"not finished after {CHILD_S} s"}
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if "Error" in line] or done.stderr.strip().splitlines() or ["no words"]
         return {"way": way, "failed": lines[-1][:300]}
@@ -136,7 +139,7 @@ def run_way(way: str, procs: int, smoke: bool, folder: Path) -> dict[str, Any]:
 
 
 def distance(a: list[list[float]], b: list[list[float]]) -> float:
-    """Of two lists of vectors, over the length of the second."""
+    """Returns the distance of two lists of vectors, relative to the length of the second."""
     pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
@@ -157,14 +160,14 @@ def page(found: list[dict[str, Any]]) -> str:
                          f"{peak / 2**20:.4g}" if peak is not None else "-"))
     return "\n".join([
         f"# Ranks on one GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
-        markdown_table(("way", f"beside one process (at most {SAME:g})", "first gradient off by", "losses off by", "weights, MiB", "gradients, MiB",
+        markdown_table(("configuration", f"compared with one process (at most {SAME:g})", "error of the first gradient", "error of the losses", "weights, MiB", "gradients, MiB",
                         "optimizer state, MiB", "allocator's peak, MiB"), rows), "",
-        f"GPT-2 124M (a tiny one with --smoke), float32, AdamW, {STEPS} steps. What a rank holds, and its own peak; two ranks share the device.", ""])
+        f"GPT-2 124M (a tiny one with --smoke), float32, AdamW, {STEPS} steps. Memory that each rank holds, and its own peak; two ranks share the device.", ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -174,8 +177,8 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     made, found, written = stamp(), list[dict[str, Any]](), tuple[Path, ...]()

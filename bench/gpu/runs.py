@@ -1,10 +1,11 @@
-"""Does it run at all on a GPU: small programs with and without flatout, under each lever of a card, interrupted, profiled and tuned.
+"""Tests basic operation on a GPU: small programs plain, attached, under levers, interrupted, profiled, tuned.
 
     python bench/gpu/runs.py
 
-Each program runs as it is, twice: lines that differ between these two are the card's own doing (atomics). Then attached, and gan.py under each lever that
-acts on a card; a lever that claims to change no bit must give the same lines. Then gan.py is interrupted and goes on, is profiled, and is tuned for 40 s.
-What failed stands there with its last words. ``--smoke``: two programs, a few levers, no search.
+Each program runs plain twice: the GPU itself causes any differences between the two outputs (atomics). It
+then runs attached, and gan.py runs under each lever that affects a GPU. A lever that claims to change no bit
+must give the same lines. Then gan.py is interrupted and resumed, profiled, and tuned for 40 s. The row of a
+failure shows its last output. ``--smoke``: two programs, a few levers, no search.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from provenance import RESULTS, markdown_table, stamp, write_result  # noqa: E40
 
 FLATOUT = (sys.executable, "-m", "flatout")
 REHEARSAL, PROGRAMS = HERE / "rehearsal", HERE / "programs"
-TITLE = "Does it run at all on a GPU"
+TITLE = "Basic operation on a GPU"
 LIMIT_S = 60
 NO_GPU = 2
 GAN = (str(REHEARSAL / "gan.py"), "--epochs", "12")
@@ -61,14 +62,14 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="two programs, a few levers, no search")
+    parser.add_argument("--smoke", action="store_true", help="run only two programs and a few levers, without a search")
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was run, nothing was written.\n"
-                         "`python bench/gpu/all.py --rehearse --only runs` runs it on a stand-in.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was run or written.\n"
+                         "Run it on a stand-in with `python bench/gpu/all.py --rehearse --only runs`.\n")
         return NO_GPU
     begun, results = stamp(), []
     with tempfile.TemporaryDirectory() as name:
@@ -85,14 +86,14 @@ def every(folder: Path, smoke: bool) -> Any:
         if smoke and name not in IN_SMALL:
             continue
         if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-            yield Result("as it is", name, 0.0, "not run", f"{PACKAGES[name]} is not installed")
+            yield Result("plain", name, 0.0, "not run", f"{PACKAGES[name]} is not installed")
             continue
-        first, lines = run("as it is", name, folder, (sys.executable, *program), None)
+        first, lines = run("plain", name, folder, (sys.executable, *program), None)
         yield first
         if first.outcome == "failed":
             continue
-        again, others = run("as it is, again", name, folder, (sys.executable, *program), lines)
-        plain[name] = lines if others == lines else None  # None: the program does not repeat itself
+        again, others = run("plain, repeated", name, folder, (sys.executable, *program), lines)
+        plain[name] = lines if others == lines else None  # None: the program is not deterministic
         yield again
         yield run("attached", name, folder, (*FLATOUT, "run", "--plan", "none", "python", *program), plain[name])[0]
     if "gan" not in plain:
@@ -114,7 +115,7 @@ def run(what: str, name: str, folder: Path, command: tuple[str, ...], expected: 
     try:
         done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return Result(what, name, limit_s, "failed", f"it took longer than {limit_s:.0f} s"), []
+        return Result(what, name, limit_s, "failed", f"not finished after {limit_s:.0f} s"), []
     spent, lines = time.monotonic() - start, progress(done.stdout)
     if done.returncode:
         return Result(what, name, spent, "failed", last(done.stderr)), lines
@@ -124,7 +125,7 @@ def run(what: str, name: str, folder: Path, command: tuple[str, ...], expected: 
 
 
 def interrupted(folder: Path, expected: list[str] | None) -> Result:
-    """SIGTERM after three lines, and the same command once more."""
+    """Sends SIGTERM after three lines, then runs the same command again."""
     start, command = time.monotonic(), (*FLATOUT, "run", "--plan", "none", "--resume", "python", *GAN)
     first = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert first.stdout is not None
@@ -153,7 +154,7 @@ def last(text: str) -> str:
 def page(results: list[Result]) -> str:
     rows = [(each.what, each.program, f"{each.seconds:.0f}", f"**{each.outcome}**" if each.outcome in ("failed", "other lines") else each.outcome, each.words)
             for each in results]
-    return f"# {TITLE}\n\n{(__doc__ or '').split(chr(10), 4)[4].strip()}\n\n" + markdown_table(("what", "program", "seconds", "outcome", "words"), rows) + "\n"
+    return f"# {TITLE}\n\n{(__doc__ or '').split(chr(10), 4)[4].strip()}\n\n" + markdown_table(("test", "program", "seconds", "outcome", "message"), rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""One training program three ways on one GPU: as it is, with the informed one-liners by hand, and unchanged under flatout.
+"""Compares one training program in three ways on one GPU: plain, with one-liners by hand, under flatout.
 
 1. `flatout tune` gets the plain program and a budget, and finds a plan, with the guard's verdict.
-2. Sets of three fresh processes (plain, one-liners, flatout's plan) take turns block by block, so that all three share the
-   machine's mood; steps are timed with CUDA events. Three sets, if the time allows; at least one.
+2. Sets of three fresh processes (plain, one-liners, flatout's plan) are interleaved block by block, so that
+   the machine's state affects all three equally; CUDA events time the steps. Three sets, if the time allows;
+   at least one.
 
-Ratios are of mean step times in steady state, median over sets with a 95 % interval (bootstrap over sets and rounds). Compilation is
-outside the steady state and is given as the start: seconds from the start of the process to the first steady step. The whole has a
-time limit, and the results are written after each set, so that a run that is cut off leaves what it has.
+Ratios are of mean step times in steady state: the median over sets with a 95 % interval (bootstrap over sets
+and rounds). Compilation is outside the steady state and counts as start-up: seconds from the start of the
+process to the first steady step. The benchmark has a time limit, and writes its results after each set, so
+that an interrupted run keeps them.
 
-MFU (model FLOP utilisation) = FLOPs that the model needs for one image or token, forward and backward, times the throughput,
-over the dense bf16 peak of the vendor's data sheet; recomputation does not count.
+MFU (model FLOP utilisation) = FLOPs that the model needs for one image or token, forward and backward, times
+the throughput, over the dense bf16 peak of the vendor's data sheet; recomputation does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from open_set import summary, tune
-from pairs import SideOfContest, contest, ratio_of, spell
+from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, stamp, write_result
 
 from flatout.cli.arguments import Duration
@@ -39,19 +41,23 @@ from flatout.plan.records import PHASES
 from flatout.probe.machine import look
 from flatout.tune.session import plan_of
 
-# Dense bf16 TFLOP/s by the vendor's data sheets (fp16 where there is no bf16); the first name that is part of the device's name counts.
+# Dense bf16 TFLOP/s by the vendor's data sheets (fp16 without bf16); the first name contained in the device's
+# name counts.
 PEAKS = {"B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
          "A10G": 70.0, "A10": 125.0, "A40": 149.7, "A6000": 154.8, "RTX 4090": 165.2, "RTX 3090": 71.0, "V100": 125.0, "T4": 65.0}
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SETS = 3
 RESERVE_S, RESERVE_SHARE = 150.0, 0.4  # of the limit, for at least one set of processes
-OVERTIME = 1.2  # a search may take so many times its budget
+OVERTIME = 1.2  # limit of a search, relative to its budget
 NO_GPU = 2
 
 
 @dataclass(frozen=True)
 class Theme:
-    """A benchmark: its two programs, what is counted, and what one of that costs. ``per_sample`` turns samples into units (tokens)."""
+    """A benchmark: its two programs, the counted unit, and the FLOPs of one unit.
+
+    ``per_sample`` turns samples into units (tokens).
+    """
 
     name: str
     title: str
@@ -68,9 +74,9 @@ class Theme:
 
 def options(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"{doc}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
-    parser.add_argument("--budget", default=None, help="time to tune (default 210s; 30s with --smoke)")
-    parser.add_argument("--limit", default="9m30s", help="end by then, with what there is (default 9m30s)")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser.add_argument("--budget", default=None, help="time budget of the tuner (default 210s; 30s with --smoke)")
+    parser.add_argument("--limit", default="9m30s", help="time limit; the page then shows the finished sets (default 9m30s)")
     parser.add_argument("--sets", type=int, default=None, help=f"sets of three fresh processes (default {SETS}; 1 with --smoke)")
     parser.add_argument("--rounds", type=int, default=None, help="blocks of each process in a set (default 6; 3 with --smoke)")
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
@@ -85,10 +91,10 @@ def has_gpu() -> bool:
 
 
 def run(theme: Callable[[bool, argparse.Namespace], Theme], args: argparse.Namespace) -> int:
-    """The whole benchmark; the exit code."""
+    """Runs the whole benchmark; returns the exit code."""
     if not args.smoke and not has_gpu():
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     facts = look()
     made = stamp(facts)
@@ -104,7 +110,7 @@ def run(theme: Callable[[bool, argparse.Namespace], Theme], args: argparse.Names
 
 
 def duration(text: str) -> float:
-    """``90s``, ``5m``, and ``9m30s``, in seconds."""
+    """Parses ``90s``, ``5m`` or ``9m30s`` into seconds."""
     minutes, mark, rest = text.partition("m")
     return float(Duration().convert(text, None, None)) if not (mark and rest) else 60 * float(minutes) + float(Duration().convert(rest, None, None))
 
@@ -116,7 +122,7 @@ class Bench:
         self.start_s, self.limit_s, self.budget_s, self.sets, self.rounds = seconds(), limit_s, budget_s, sets, rounds
         self.peak = next((peak for name, peak in PEAKS.items() if facts.gpus and name.lower() in facts.gpus[0].name.lower()), None)
         self.tuned: dict[str, Any] = {}
-        self.sides: list[SideOfContest] = []
+        self.sides: list[ComparisonSide] = []
 
     def run(self, place: Path) -> None:
         theme = self.theme
@@ -125,21 +131,21 @@ class Bench:
         self.say(f"tuning the plain program for {self.budget_s:.0f} s")
         left_s = self.start_s + self.limit_s - seconds() - min(RESERVE_S, RESERVE_SHARE * self.limit_s)
         session, failure = tune(list(plain), self.budget_s, place / "tune", max(left_s, OVERTIME * self.budget_s))
-        self.sides = [SideOfContest("plain", understand(plain), Plan()), SideOfContest("one-liners", understand(by_hand), Plan())]
+        self.sides = [ComparisonSide("plain", understand(plain), Plan()), ComparisonSide("one-liners", understand(by_hand), Plan())]
         if session is None or failure:
             self.tuned = {"failure": failure}
             self.say(f"the tuner failed: {failure}")
         else:
             plan = plan_of(session)
             self.tuned = summary(session)
-            self.sides.append(SideOfContest("flatout", understand(plain), plan))
+            self.sides.append(ComparisonSide("flatout", understand(plain), plan))
             self.say(f"flatout's plan: {plan.describe()}, {spell(session.speedup)}")
-        job = JobFolder(place / "contest").make()
-        contest(self.sides, job, self.facts, self.sets, self.rounds, self.start_s + self.limit_s, heard=self.heard)
+        job = JobFolder(place / "comparison").make()
+        comparison(self.sides, job, self.facts, self.sets, self.rounds, self.start_s + self.limit_s, observed=self.observed)
         text, paths = self.write()
         print(f"\n{text}\n\nwritten: {', '.join(path.name for path in paths)}" + (f" in {self.folder}" if self.smoke else ""))
 
-    def heard(self, done: int) -> None:
+    def observed(self, done: int) -> None:
         rates = (f"{side.name} {self.throughput(side):,.0f} {self.theme.unit}/s" for side in self.sides if side.blocks_ms)
         self.say(f"set {done} of {self.sets}: {', '.join(rates)}")
         self.write()
@@ -147,21 +153,21 @@ class Bench:
     def say(self, sentence: str) -> None:
         print(f"[{seconds() - self.start_s:5.0f} s] {sentence}", file=sys.stderr, flush=True)
 
-    # -- figures ----------------------------------------------------------------------------------------------------
+    # -- figures ---------------------------------------------------------------------------------------------
 
-    def blocks(self, side: SideOfContest) -> list[float]:
+    def blocks(self, side: ComparisonSide) -> list[float]:
         return [ms for blocks in side.blocks_ms for ms in blocks]
 
-    def throughput(self, side: SideOfContest) -> float:
+    def throughput(self, side: ComparisonSide) -> float:
         per_step = next((r.samples_per_step for r in side.records if r.samples_per_step), None) or self.theme.batch
         return per_step * self.theme.per_sample / median(self.blocks(side)) * 1000
 
-    def mfu(self, side: SideOfContest) -> float | None:
+    def mfu(self, side: ComparisonSide) -> float | None:
         return self.throughput(side) * self.theme.flop_per_unit / (self.peak * 1e12) if self.peak else None
 
-    def figures(self, side: SideOfContest) -> dict[str, Any]:
+    def figures(self, side: ComparisonSide) -> dict[str, Any]:
         if not side.blocks_ms:
-            return {"failure": side.failure or "no set of processes was finished"}
+            return {"failure": side.failure or "no complete set of processes"}
         times, plain = self.blocks(side), self.sides[0]
         ratio = ratio_of(plain, side) if side is not plain else None
         last = side.records[-1]
@@ -191,31 +197,31 @@ class Bench:
                 f"{f['processes']} x {self.rounds}")
 
     def page(self, figures: dict[str, dict[str, Any]]) -> str:
-        header = ("program", f"{self.theme.unit}/s", "step, ms [quartiles]", "against plain [95 %]", "MFU", "phases of a step",
+        header = ("program", f"{self.theme.unit}/s", "step, ms [quartiles]", "relative to plain [95 %]", "MFU", "phases of a step",
                   "peak memory, GiB", "start, s", "processes x blocks")
         parts = [f"# {self.theme.title}\n"]
         if self.smoke:
-            parts.append("**A smoke run in a tiny size: it shows that the benchmark works. Its figures mean nothing.**\n")
-        parts += ["Baseline: the plain program. Fresh processes, interleaved block by block. Start: seconds to the first steady step, compilation included, of",
-                  "the first process and (median) of the later ones, which find the compiler's cache warm; flatout's first one finds it warm from tuning.\n",
+            parts.append("**A smoke run at a tiny size: it only shows that the benchmark works. Its figures are meaningless.**\n")
+        parts += ["Baseline: the plain program. Fresh processes, interleaved block by block. Start: seconds to the first steady step, including compilation,",
+                  "for the first process and (median) the later ones, which use the compiler's cache; flatout's first one uses the cache from tuning.\n",
                   markdown_table(header, [self.row(name, f) for name, f in figures.items()]), ""]
         sides = {side.name: side for side in self.sides if side.blocks_ms}
         if {"one-liners", "flatout"} <= set(sides):
-            parts.append(f"flatout against the one-liners by hand: {spell(ratio_of(sides['one-liners'], sides['flatout']))}.\n")
+            parts.append(f"flatout relative to the one-liners by hand: {spell(ratio_of(sides['one-liners'], sides['flatout']))}.\n")
         parts += self.of_tuner()
         peak = f"{self.peak:g} TFLOP/s (bf16, dense, vendor's data sheet)" if self.peak else "unknown for this device"
         plain, by_hand = ((PROGRAMS / name).relative_to(ROOT) for name in (self.theme.plain, self.theme.one_liners))
         parts.append(f"MFU = {self.theme.formula} x throughput / peak; peak {peak}.\nPrograms: `{plain}` (plain, and unchanged under flatout), `{by_hand}`.\n")
         if "levers" in self.tuned:
             rows = [(lever["name"], lever["value"], lever["status"], self.alone(lever), lever["reason"]) for lever in self.tuned["levers"]]
-            parts.append(markdown_table(("lever", "value", "ended as", "alone, against plain", "because"), rows))
+            parts.append(markdown_table(("lever", "value", "outcome", "by itself, relative to plain", "reason"), rows))
         return "\n".join(parts)
 
     def of_tuner(self) -> list[str]:
         said = self.tuned
         if "plan" not in said:
             return [f"flatout's tuner failed: {said.get('failure', '')[:300]}\n"]
-        return [f"flatout's plan: `{said['plan']}`, found in {said['spent_s']:.0f} s; the session says {spell(said['session_ratio'])}, "
+        return [f"flatout's plan: `{said['plan']}`, found in {said['spent_s']:.0f} s; the session claims {spell(said['session_ratio'])}, "
                 f"A/A {spell(said['noise_floor'])}.", f"Guard: {said['guard']['verdict']}: {said['guard']['why']}.\n"]
 
     @staticmethod

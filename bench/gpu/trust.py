@@ -1,15 +1,18 @@
-"""Saves on a GPU, in one command: trainings killed and gone on with, what a save costs, and what is kept of a program that really runs out of memory.
+"""Tests checkpoints on a GPU: trainings killed and resumed, their cost, and a real out-of-memory error.
 
-1. The tutorial's ResNet-18 (augmentation in two loader workers) and the 124M GPT, both with dropout on the device and deterministic kernels, in a Loop with
-   saves: killed (SIGKILL) at random moments until they are done. Weights, optimizer and all random states must be those of the run that nobody killed.
-2. The GPT's state of 1.5 GB: steps without saves, with saves at the interval that the Loop chooses, with, without, in turns in one process; what the training
-   waited for a copy to the host, and what the writing thread worked.
-3. A program whose batch grows until the device is full, under `flatout run --rescue`: the newest save is written by `flatout rescue`, loaded by torch, and
-   compared with the weights that the program had after that step.
+1. The tutorial's ResNet-18 (augmentation in two loader workers) and the 124M GPT, both with dropout on the
+   device and deterministic kernels, in a Loop with checkpoints. SIGKILL hits them at random moments until
+   they are done. Weights, optimizer and all random states must equal those of the undisturbed run.
+2. The GPT's state of 1.5 GB: steps without checkpoints, with checkpoints at the interval that the Loop
+   chooses, with, without, interleaved in one process. The page shows how long the training waited for a copy
+   to the host, and how long the writing thread worked.
+3. A program whose batch grows until the device is full, under `flatout run --rescue`. `flatout rescue` writes
+   the newest checkpoint, torch loads it, and its weights must equal those of the program after that step.
 
     python bench/gpu/trust.py
 
-``--smoke`` runs the same code in a tiny size, on the CPU where there is no GPU (the program then raises the error itself).
+``--smoke`` runs the same code at a tiny size, on the CPU without a GPU (the program then raises the error
+itself).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ DROPPED = 0.1
 
 
 def made(kind: str, smoke: bool) -> tuple[Any, Any, Any]:
-    """Model, optimizer, loader: on the device, with dropout behind some of its layers."""
+    """Returns model, optimizer and loader: on the device, with dropout after some of its layers."""
     import torch
     from torchvision import models, transforms
 
@@ -75,7 +78,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 
 def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> None:
-    """Train to the end, and leave the digest of all that was learned. A file beside says where it stands."""
+    """Trains to the end and writes the digest of the final state. A second file holds the current step."""
     import flatout
 
     flatout.seed(0, deterministic=True)
@@ -86,12 +89,12 @@ def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
     at, half = out.with_suffix(".at"), out.with_suffix(".half")
     for step in loop:
         half.write_text(str(step.index))
-        half.replace(at)  # whoever is killed in between leaves a whole number
+        half.replace(at)  # atomic: a kill leaves a complete number
     out.write_text(digest_of(model, optimizer))
 
 
 def digest_of(model: Any, optimizer: Any) -> str:
-    """Of all that was learned, and of the random states."""
+    """Returns the digest of everything learned and of the random states."""
     import numpy as np
     import torch
 
@@ -110,11 +113,11 @@ def words(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
 
 
 def run_through(command: list[str], **more: Any) -> str:
-    """Why it did not come to its end, in its last words; nothing where it did."""
+    """Returns why it did not finish, as its last line of output; empty if it did."""
     try:
         ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=CHILD_S, check=False, **more)
     except subprocess.TimeoutExpired:
-        return f"it did not end in {CHILD_S:.0f} s"
+        return f"it did not finish within {CHILD_S:.0f} s"
     return last_line(ran.stderr, ran.returncode)
 
 
@@ -145,7 +148,7 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
             said = process.communicate(timeout=CHILD_S)[1]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            said = f"{process.communicate()[1]}\nit did not end in {CHILD_S:.0f} s"
+            said = f"{process.communicate()[1]}\nit did not finish within {CHILD_S:.0f} s"
         failed = last_line(said, process.returncode)
         break
     return {"training": kind, "steps": steps, "kills": done, "at": moments, "whole_s": whole_s, "failed": failed,
@@ -172,7 +175,7 @@ def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:
         while time.perf_counter() - began < length_s:
             for _ in range(5):
                 step = next(steps[side])
-            float(step.loss)  # the device is waited for
+            float(step.loss)  # waits for the device
             count += 5
         if side == "saves":
             saver.wait()
@@ -198,38 +201,38 @@ def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:
 
 
 def rescued(smoke: bool, folder: Path) -> dict[str, Any]:
-    """The save that is left, and whether its weights are those of its step."""
+    """Reads the remaining checkpoint and checks that its weights are those of its step."""
     import torch
 
     command = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--rescue", sys.executable, str(GROWING), *(["--raise-at", "12"] if smoke else [])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CHILD_S, check=False)
-    told = dict(line.split() for line in (folder / "steps").read_text().splitlines())
+    metadata = dict(line.split() for line in (folder / "steps").read_text().splitlines())
     listed = subprocess.run([sys.executable, "-m", "flatout", "rescue", "--to", "out"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     if listed.returncode:
         return {"code": done.returncode, "failed": (listed.stderr.strip().splitlines() or ["no words"])[-1][:300], "said": done.stderr[-600:]}
     state = torch.load(folder / "out" / "model.pt", map_location="cpu", weights_only=True)
     digest = hashlib.sha256(b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in state.values())).hexdigest()
-    steps = [int(step) for step, each in told.items() if each == digest]
+    steps = [int(step) for step, each in metadata.items() if each == digest]
     memory = "OutOfMemoryError" in done.stderr
-    return {"code": done.returncode, "out_of_memory": memory, "steps": len(told), "of_step": steps[0] if steps else None, "failed": ""}
+    return {"code": done.returncode, "out_of_memory": memory, "steps": len(metadata), "of_step": steps[0] if steps else None, "failed": ""}
 
 
 # -- all of them ---------------------------------------------------------------------------------------------
 
 
 def page(found: dict[str, Any]) -> str:
-    parts = [f"# Saves on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}"]
+    parts = [f"# Checkpoints on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}"]
     if found.get("killed"):
-        parts.append("## Killed and gone on with\n\n" + markdown_table(
-            ("training", "steps", "kills", "killed in step", "whole run, s", "the same bits"),
+        parts.append("## Killed and resumed\n\n" + markdown_table(
+            ("training", "steps", "kills", "killed in step", "whole run, s", "equal bit for bit"),
             [(each["training"], each["steps"], each["kills"], ", ".join(map(str, each["at"])), f"{each['whole_s']:.0f}",
               "yes" if each["same"] else f"**no** {each['failed']}") for each in found["killed"]]))
     if cost := found.get("stall"):
         shares = [[100 * ((b + c) / (a + d) - 1) for a, b, c, d in cost["rounds"]]]
         same = [[100 * (d / a - 1) for a, _, _, d in cost["rounds"]]]
-        parts.append("## What saves cost\n\n" + markdown_table(
-            ("bytes of a save", "saves", "block, s", "rounds", "step, plain", "with saves (goal: 1 %)", "A/A", "waited, by the books",
-             "a save: waited, worked"),
+        parts.append("## The cost of checkpoints\n\n" + markdown_table(
+            ("bytes of a checkpoint", "checkpoints", "block, s", "rounds", "plain step", "with checkpoints (goal: 1 %)", "A/A", "waiting (statistics)",
+             "a checkpoint: waiting, writing"),
             [(f"{cost['bytes']:,}", cost["saves"], f"{cost['block_s']:.1f}", len(cost["rounds"]),
               f"{median((a + d) / 2 for a, _, _, d in cost['rounds']):.2f} ms", f"{spell(interval(shares), 2)} %", f"{spell(interval(same), 2)} %",
               f"{cost['waited_s'] / cost['seconds']:.2%}",
@@ -237,16 +240,16 @@ def page(found: dict[str, Any]) -> str:
     if kept := found.get("rescued"):
         of = f"the weights of step {kept['of_step']}" if kept.get("of_step") is not None else f"**not** the weights of a step {kept['failed']}"
         parts.append(f"## Out of memory\n\nThe program ended with exit code {kept['code']}{', out of memory' if kept.get('out_of_memory') else ''}, after "
-                     f"{kept.get('steps', '?')} steps; the newest save has {of}.")
+                     f"{kept.get('steps', '?')} steps; the newest checkpoint has {of}.")
     parts += [f"## {name.capitalize()}\n\n**Failed**: {why}" for name, why in found.get("failed", {}).items()]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
-    parser.add_argument("--kills", type=int, default=6, help="of each training (default 6)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure what saves cost (default 120; 12 with --smoke)")
+    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser.add_argument("--kills", type=int, default=6, help="kills of each training (default 6)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="measuring time for the cost of checkpoints (default 120; 12 with --smoke)")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     for hidden, kind in (("--saves", Path), ("--to", Path), ("--steps", int)):
         parser.add_argument(hidden, type=kind, default=None, help=argparse.SUPPRESS)
@@ -258,8 +261,8 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
-                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
         return NO_GPU
     theme = "trust_gpu" if torch.cuda.is_available() else "trust_gpu_smoke"
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
@@ -273,7 +276,7 @@ def main() -> int:
         for name, work in parts.items():
             try:
                 found[name] = work()
-            except Exception as error:  # what was found before is written, and the next part is tried
+            except Exception as error:  # keeps earlier results and tries the next part
                 found.setdefault("failed", {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
             written = write_result(theme, begun, page(found), found, folder=out)
     print(f"{page(found)}\nwritten: {', '.join(path.name for path in written)}")

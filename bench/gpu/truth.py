@@ -1,8 +1,9 @@
-"""Runs a training script as `python truth.py STEPS script.py [ARG...]` and says what one step of it is, without flatout.
+"""Measures a training script's steps without flatout: `python truth.py STEPS script.py [ARG...]`.
 
-After each optimizer step a CUDA event is recorded, and after WARMUP + STEPS of them the script is ended. torch's own debug mode reports each
-operation that waits for the device, with its line, in a second stretch of STEPS, so that it costs nothing in the first. One line of JSON:
-`step_ms` (list), `syncs` ({line: calls a step}), `peak_bytes` (of one step, by the allocator), `device`. On the CPU the host's clock is read, and
+It records a CUDA event after each optimizer step, and ends the script after WARMUP + STEPS of them. In a
+second stretch of STEPS, so that the first stays undisturbed, torch's debug mode reports each operation that
+waits for the device, with its line. The output is one line of JSON: `step_ms` (list), `syncs` ({line: calls a
+step}), `peak_bytes` (of one step, by the allocator), `device`. On the CPU it reads the host's clock, and
 `syncs` and `peak_bytes` are null.
 """
 
@@ -22,7 +23,7 @@ SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 class Done(BaseException):
-    """Ends the script where it is."""
+    """Raised to end the script."""
 
 
 class Truth:
@@ -68,7 +69,7 @@ class Truth:
             frame = frame.f_back
         self.syncs[frame.f_lineno if frame is not None else 0] += 1
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         if self.cuda:
             self.torch.cuda.synchronize()
         pairs = zip(self.marks, self.marks[1:], strict=False)
@@ -89,7 +90,7 @@ def main() -> None:
         runpy.run_path(str(script.resolve()), run_name="__main__")
     except Done:
         pass
-    print(json.dumps(truth.told()))
+    print(json.dumps(truth.metadata()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""ResNet-18 at 32x32, batch 128, SGD, PIL transforms, `.item()` in the loop: images/s of the tutorial, of the one-liners, of flatout.
+"""Measures images/s of the ResNet-18 tutorial at 32x32: plain, with the one-liners, under flatout.
 
-50,000 made-up images of CIFAR-10's size; nothing is downloaded. torchvision's resnet18(num_classes=10) with its 7x7 stem needs
-217.28 MFLOP an image, forward and backward (FlopCounterMode); the CIFAR variant with a 3x3 stem needs fifteen times as much.
+Batch 128, SGD, PIL transforms, `.item()` in the loop; 50,000 synthetic images of CIFAR-10's size, without
+downloads. torchvision's resnet18(num_classes=10) with its 7x7 stem needs 217.28 MFLOP an image, forward and
+backward (FlopCounterMode); the CIFAR variant with a 3x3 stem needs fifteen times as much.
 """
 
 from __future__ import annotations

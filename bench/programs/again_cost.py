@@ -16,7 +16,7 @@ from step_loop import make
 from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.engine.rescue import Rescue
-from flatout.replay.again import Again
+from flatout.replay.script_replay import ScriptReplay
 
 
 class Recording(Switch):
@@ -25,10 +25,10 @@ class Recording(Switch):
         self.again = again
 
     def __call__(self, on):
-        off = not self.scene.ledger.entries()
+        off = not self.context.ledger.entries()
         super().__call__(on)
         if on and off:
-            self.again.hear()
+            self.again.observe()
             self.again.install()
 
 
@@ -62,16 +62,16 @@ def main():
     model = make(args.layers, args.width)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     length = statistics.median(steps(model, optimizer, loader, 30, args.reads[0]))
-    rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, Again))
+    rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, ScriptReplay))
     if not rescue.active or rescue.saver is None or again.tape.journal is None:
         raise SystemExit("nothing is recorded of this program")
     switch = Recording(rescue, again)
     rescue.saver.wait()
     rescue.saver.every = NEVER
     tape, count, start = again.tape, max(5, round(SHORT_S / length)), time.perf_counter()
-    told = {reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads}
-    while time.perf_counter() - start < args.seconds or any(len(each["rounds"]) < 3 for each in told.values()):
-        for reads, each in told.items():
+    metadata = {reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads}
+    while time.perf_counter() - start < args.seconds or any(len(each["rounds"]) < 3 for each in metadata.values()):
+        for reads, each in metadata.items():
             times = []
             tape.write()
             before = tape.journal.place.bytes
@@ -84,7 +84,7 @@ def main():
                 each["entries"] += max(0, len(tape.entries.codes) - entries)
             each["rounds"].append(times)
             each["bytes"] += tape.write().bytes - before
-    print(json.dumps(list(told.values())))
+    print(json.dumps(list(metadata.values())))
 
 
 if __name__ == "__main__":

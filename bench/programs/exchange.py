@@ -1,4 +1,4 @@
-"""One rank of the programs that bench/exchange.py asks about: `contest` times ways to exchange gradients in turns, `course` trains a small real problem.
+"""One rank of the programs that bench/exchange.py asks about: `comparison` times ways to exchange gradients in turns, `course` trains a small real problem.
 
 Arguments: a JSON file that says what to do, and a folder; rank 0 writes result.json there. Started by flatout's own gang.
 """
@@ -17,12 +17,12 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.measure.clock import HostClock
-from flatout.plan.standing import Standing, standing
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.plan.rank_environment import RankEnvironment, standing
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 
 LEVERS = {lever.name: lever for lever in TABLE}
 SETTLING = 3  # passes after a change: one in which the ranks agree on it, one in which fp16 learns its scale, one more
@@ -44,22 +44,22 @@ class Exposed(Listener):
         self.traffic = traffic
 
 
-def entered(here: Standing, value: Any = None) -> tuple[Scene, Exposed, Ledger]:
+def entered(here: RankEnvironment, value: Any = None) -> tuple[TrainingContext, Exposed, Ledger]:
     """What a run with several ranks has in place. ``value`` is one for local_sgd."""
     ledger, exposed = Ledger(), Exposed()
-    scene = Scene(torch, exposed, ledger)
-    divided = Divided(torch, scene, here, Division(), ledger)
+    context = TrainingContext(torch, exposed, ledger)
+    divided = DataParallelScript(torch, context, here, SplitSettings(), ledger)
     divided.install()
-    ledger.set(scene, "divided", divided)
+    ledger.set(context, "divided", divided)
     if value is not None:
-        LEVERS["local_sgd"].apply(scene, value, ledger)
-    scene.install()
-    return scene, exposed, ledger
+        LEVERS["local_sgd"].apply(context, value, ledger)
+    context.install()
+    return context, exposed, ledger
 
 
-def contest(job: dict[str, Any], here: Standing) -> dict[str, Any]:
+def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
     """Rounds of A B B A for each pair of sides, in this pair of ranks. Milliseconds of each pass, and of its waiting."""
-    scene, exposed, ledger = entered(here)
+    context, exposed, ledger = entered(here)
     torch.manual_seed(0)
     layers = [each for _ in range(job["layers"]) for each in (nn.Linear(job["width"], job["width"]), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(job["width"], 10))
@@ -81,10 +81,10 @@ def contest(job: dict[str, Any], here: Standing) -> dict[str, Any]:
     def stand(side: dict[str, Any]) -> Ledger:
         held = Ledger()
         if "way" in side:
-            LEVERS["comm_compression"].apply(scene, side["way"], held)
+            LEVERS["comm_compression"].apply(context, side["way"], held)
         if "mib" in side:
-            LEVERS["gradient_buckets"].apply(scene, side["mib"], held)
-        scene.divided.exchange.may_leave_early = side.get("early", True)
+            LEVERS["gradient_buckets"].apply(context, side["mib"], held)
+        context.divided.exchange.may_leave_early = side.get("early", True)
         passes(SETTLING)
         return held
 
@@ -108,7 +108,7 @@ def contest(job: dict[str, Any], here: Standing) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in model.parameters()), "pairs": found}
 
 
-def course(job: dict[str, Any], here: Standing) -> dict[str, Any]:
+def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
     """Held-out loss of an MLP on scikit-learn's digits, every so many steps, for each side and seed. Evaluating brings the ranks together."""
     from sklearn.datasets import load_digits
 
@@ -122,7 +122,7 @@ def course(job: dict[str, Any], here: Standing) -> dict[str, Any]:
     for name, value in job["sides"].items():
         for seed in job["seeds"]:
             place = replace(here, meeting=f"{here.meeting}-{name}-{seed}".replace(" ", "-"))
-            scene, exposed, ledger = entered(place, value)
+            context, exposed, ledger = entered(place, value)
             torch.manual_seed(seed)
             model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
             optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
@@ -141,7 +141,7 @@ def course(job: dict[str, Any], here: Standing) -> dict[str, Any]:
                             curve.append(nn.functional.cross_entropy(model(x[:held_out]), y[:held_out]).item())
                     if steps == job["steps"]:
                         break
-            local = scene.divided.local
+            local = context.divided.local
             rounds = local.held if local is not None else 0
             sent[name] = {"rounds": rounds, "exchanges": len(exposed.waits_ms) + rounds}
             ledger.restore()
@@ -155,7 +155,7 @@ def main() -> None:
         raise SystemExit("this is a rank; bench/exchange.py starts it")
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    result = {"contest": contest, "course": course}[job["kind"]](job, here)
+    result = {"comparison": comparison, "course": course}[job["kind"]](job, here)
     if here.rank == 0:
         (Path(sys.argv[2]) / "result.json").write_text(json.dumps(result))
     sys.stdout.flush()

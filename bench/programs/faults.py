@@ -197,13 +197,13 @@ def campaign(cases, moments):
                 seen = train(case, number, at, rank)
                 fired, verdict = seen[3], judged(case, reference, seen)
                 if PHASE == "ranks":
-                    told = [None, None]
-                    distributed.all_gather_object(told, (fired, verdict, [w.tolist() for w in seen[0][-1]]))
-                    fired = told[0][0] or told[1][0]
-                    if told[0][2] != told[1][2]:
+                    metadata = [None, None]
+                    distributed.all_gather_object(metadata, (fired, verdict, [w.tolist() for w in seen[0][-1]]))
+                    fired = metadata[0][0] or metadata[1][0]
+                    if metadata[0][2] != metadata[1][2]:
                         verdict = "wrong", "the ranks have different weights"
-                    elif told[1][1][0] == "wrong":
-                        verdict = told[1][1]
+                    elif metadata[1][1][0] == "wrong":
+                        verdict = metadata[1][1]
                 del seen
                 if not fired:
                     break

@@ -16,7 +16,7 @@ def join():
     import torch
     from torch import distributed
 
-    path = os.environ["FLATOUT_MEETING"].removeprefix("file://")
+    path = os.environ["FLATOUT_RENDEZVOUS"].removeprefix("file://")
     distributed.init_process_group("gloo", store=distributed.FileStore(path, WORLD), rank=RANK, world_size=WORLD)
     return torch, distributed
 

@@ -20,7 +20,7 @@ from gpt import GPT
 from flatout import Loop
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.measure.memory import allocations, at, running_totals
 
@@ -46,9 +46,9 @@ class Bench:
         self.model = GPT(VOCABULARY, size["context"], size["width"], size["heads"], size["layers"]).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = [torch.randint(0, VOCABULARY, (size["batch"], size["context"]), device=self.device) for _ in range(2)]
-        self.scene = Scene(torch, Listener(), Ledger())
-        self.scene.introduce([self.model], [self.optimizer], [])
-        self.scene.first_step_done(1)
+        self.context = TrainingContext(torch, Listener(), Ledger())
+        self.context.introduce([self.model], [self.optimizer], [])
+        self.context.first_step_done(1)
         self.step()
 
     def forward(self):
@@ -64,7 +64,7 @@ class Bench:
         if point is None:
             return lambda: None
         name, value = point
-        undo = LEVERS[name].apply(self.scene, value, Ledger())
+        undo = LEVERS[name].apply(self.context, value, Ledger())
         for _ in range(2):
             self.step()
         return undo

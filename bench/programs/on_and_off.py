@@ -13,22 +13,22 @@ import time
 import torch
 from step_loop import make, steps
 
-from flatout.capture.scene import Scene
-from flatout.cli.watching import Counting
+from flatout.capture.training_context import TrainingContext
+from flatout.cli.live_line import StepCounters
 
 BLOCK_S = 0.004  # short, so that what the machine does meanwhile hits all four blocks alike
 FEWEST_STEPS = 5
 
 
-def switch(scene, on, watched):
-    if on and not scene.ledger.entries():
-        scene.install()
-        scene.rest()
+def switch(context, on, watched):
+    if on and not context.ledger.entries():
+        context.install()
+        context.rest()
         if watched:
-            Counting().install(torch, scene.ledger)
+            StepCounters().install(torch, context.ledger)
     elif not on:
-        scene.ledger.restore()
-    if bool(scene.ledger.entries()) != on:
+        context.ledger.restore()
+    if bool(context.ledger.entries()) != on:
         raise SystemExit("flatout is not where it should be")
 
 
@@ -44,15 +44,15 @@ def main():
     data = torch.randn(args.batch, args.width)
     model, optimizer = make(args.layers, args.width)
     length = statistics.median(steps(model, optimizer, data, 1.0))
-    scene = next(thing for thing in gc.get_objects() if isinstance(thing, Scene))
-    if not scene.asleep:
+    context = next(thing for thing in gc.get_objects() if isinstance(thing, TrainingContext))
+    if not context.asleep:
         raise SystemExit("flatout does not rest")
     count = max(FEWEST_STEPS, round(BLOCK_S / length))
     rounds, start = [], time.perf_counter()
     while time.perf_counter() - start < args.seconds or len(rounds) < 3:
         times = []
         for on in (False, True, True, False):
-            switch(scene, on, args.watched)
+            switch(context, on, args.watched)
             steps(model, optimizer, data, fewest=2)  # what a switch has made cold
             times.append(round(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)), 2))
         rounds.append(times)

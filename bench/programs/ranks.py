@@ -133,11 +133,11 @@ def wait_for_calm(until: float) -> bool:
             late = time.perf_counter() > until
         else:
             calm[0] = 0.0
-        told = torch.stack([calm[0], torch.tensor(float(late))])
-        dist.broadcast(told, 0)
-        if told[0]:
+        metadata = torch.stack([calm[0], torch.tensor(float(late))])
+        dist.broadcast(metadata, 0)
+        if metadata[0]:
             return True
-        late = bool(told[1])
+        late = bool(metadata[1])
     return False
 
 
@@ -193,18 +193,18 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(asked.rank)
     module, x, y = MODELS[asked.model]()
-    told: dict[str, object] = {"gradient_bytes": [4 * p.numel() for p in reversed(list(module.parameters()))]}
+    metadata: dict[str, object] = {"gradient_bytes": [4 * p.numel() for p in reversed(list(module.parameters()))]}
     dist.init_process_group("gloo", init_method=f"file://{asked.store}", rank=asked.rank, world_size=asked.world)
     alone, together = Steps(copy.deepcopy(module), x, y), Steps(DistributedDataParallel(module), x, y)
     steps = {"alone": alone, "quiet": together, "sent": together}
     for kind in KINDS:
         steps[kind].block(kind, WARM_STEPS)  # DDP makes its buckets anew after the first step
-    until = time.perf_counter() + asked.patience
+    until = time.perf_counter() + asked.timeout
     sweeps: list[dict[str, object]] = []
     turns: list[dict[str, dict[str, object]]] = []
     # Where it never becomes calm there are a sweep and a turn all the same: their blocks say so.
     def go_on() -> bool:
-        if not asked.patience:
+        if not asked.timeout:
             return len(turns) < asked.turns
         return sum(is_calm(turn) for turn in turns) < asked.turns and (wait_for_calm(until) or not turns)
 
@@ -212,9 +212,9 @@ def main() -> None:
         if len(sweeps) <= len(turns) // 3:
             sweeps.append(sweep())
         turns.append({kind: steps[kind].block(kind, asked.steps) for kind in KINDS[len(turns) % 3:] + KINDS[:len(turns) % 3]})
-    told["sweeps"], told["turns"] = sweeps, turns
+    metadata["sweeps"], metadata["turns"] = sweeps, turns
     if asked.rank == 0:
-        asked.out.write_text(json.dumps(told))
+        asked.out.write_text(json.dumps(metadata))
     dist.barrier()
     dist.destroy_process_group()
 

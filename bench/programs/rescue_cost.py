@@ -24,24 +24,24 @@ class Switch:
     """Flatout as it is while a script trains, or nothing of it."""
 
     def __init__(self, rescue):
-        self.rescue, self.scene = rescue, rescue.scene
-        self.roots = self.scene.roots
+        self.rescue, self.context = rescue, rescue.context
+        self.roots = self.context.roots
 
     def __call__(self, on):
-        scene = self.scene
-        if on and not scene.ledger.entries():
-            scene.install()
-            scene._stop_looking()
+        context = self.context
+        if on and not context.ledger.entries():
+            context.install()
+            context._stop_looking()
             for root in self.roots:
-                scene._root_hooks[id(root)] = [root.register_forward_pre_hook(scene._root_begins, with_kwargs=True, prepend=True),
-                                               root.register_forward_hook(scene._root_ends)]
+                context._root_hooks[id(root)] = [root.register_forward_pre_hook(context._root_begins, with_kwargs=True, prepend=True),
+                                               root.register_forward_hook(context._root_ends)]
         elif not on:
-            scene.ledger.restore()
-            for hooks in scene._root_hooks.values():
+            context.ledger.restore()
+            for hooks in context._root_hooks.values():
                 for hook in hooks:
                     hook.remove()
-            scene._root_hooks.clear()
-        if bool(scene.ledger.entries()) != on:
+            context._root_hooks.clear()
+        if bool(context.ledger.entries()) != on:
             raise SystemExit("flatout is not where it should be")
 
 
@@ -70,7 +70,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     length = statistics.median(steps(model, optimizer, data, 30))
     rescue = next(thing for thing in gc.get_objects() if isinstance(thing, Rescue))
-    if not rescue.active or rescue.saver is None or rescue.scene.asleep:
+    if not rescue.active or rescue.saver is None or rescue.context.asleep:
         raise SystemExit("nothing is kept of this program")
     switch, saver = Switch(rescue), rescue.saver
     saver.wait()

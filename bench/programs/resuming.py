@@ -1,4 +1,4 @@
-"""One life of a small training with `flatout.Loop` and ``saves=``, in a process forked from one that has torch: it begins or goes on, and may be killed.
+"""One life of a small training with `flatout.Loop` and ``checkpoint_dir=``, in a process forked from one that has torch: it begins or goes on, and may be killed.
 
 What it has done is told through shared memory, which outlives it: how many steps, and from which it went on.
 """
@@ -97,7 +97,7 @@ class Told:
         return int(struct.unpack_from("q", self._memory, 16 * rank + 8 * at)[0])
 
 
-def live(setting: Setting, folder: Path, store: str, rank: int, told: Told) -> str:
+def live(setting: Setting, folder: Path, store: str, rank: int, metadata: Told) -> str:
     """Trains to the end, and gives the SHA-256 of weights, optimizer, average and random states. ``store``: a file where two ranks meet."""
     warnings.filterwarnings("ignore", "This DataLoader will create")
     if setting.ranks > 1:
@@ -117,9 +117,9 @@ def live(setting: Setting, folder: Path, store: str, rank: int, told: Told) -> s
     loader = DataLoader(data, 4, shuffle=setting.shuffle if sampler is None else None, sampler=sampler, drop_last=setting.ranks > 1, **more)
     trained = nn.parallel.DistributedDataParallel(model) if setting.ranks > 1 else model
     loop = flatout.Loop(trained, optimizer, loss_fn, loader, epochs=setting.epochs, scheduler=scheduler, clip=1.0 if setting.clip else None,
-                        effective_batch=4 * setting.accumulate if setting.accumulate > 1 else None, allow_inexact=True, saves=folder,
-                        save_every=setting.every or None, also={"average": average})
-    told.put(rank, 1, loop.resumed.step if loop.resumed is not None else -1)
+                        effective_batch=4 * setting.accumulate if setting.accumulate > 1 else None, allow_inexact=True, checkpoint_dir=folder,
+                        save_every=setting.every or None, extra_state={"average": average})
+    metadata.put(rank, 1, loop.resumed.step if loop.resumed is not None else -1)
     if loop.resumed is not None and not loop.resumed.exact:
         raise RuntimeError("; ".join(loop.resumed.sentences()))
     for step in loop:
@@ -127,7 +127,7 @@ def live(setting: Setting, folder: Path, store: str, rank: int, told: Told) -> s
         model[0].scratch.add_(torch.rand(3))
         if sampler is not None and step.ends_epoch:
             sampler.set_epoch(step.epoch + 1)
-        told.put(rank, 0, step.index + 1)
+        metadata.put(rank, 0, step.index + 1)
     return _digest(model, average, optimizer, scheduler)
 
 

@@ -81,11 +81,11 @@ def fault(kind, where, at):
         model.load_state_dict(kept["model"])
         speed, begin = kept["speed"], kept["step"]
         torch.set_rng_state(kept["random"])
-    if kind == "told":
+    if kind == "metadata":
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     loader = torch.utils.data.DataLoader(Data(kind, at * 8) if where == "worker" else Data(), batch_size=8, num_workers=2 if where == "worker" else 0)
     batches = iter(loader) if where == "worker" else None  # beginning one draws a random number
-    for done in range(begin, 200 if kind != "told" else 10**9):
+    for done in range(begin, 200 if kind != "metadata" else 10**9):
         batch = next(batches) if where == "worker" else torch.randn(8, 8)
         if where == "main" and done == at:
             strike(kind)
@@ -138,7 +138,7 @@ def jitter(seed, seconds, compiles):
 
 def on_and_off(seconds, layers):
     """Rounds of four blocks of steps: without the pulse's hooks, with, with, without. Of 24 layers a step takes about 5 ms."""
-    from flatout.capture import pulse
+    from flatout.capture import heartbeat
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def on_and_off(seconds, layers):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), batch_sampler=[list(range(64))] * 100_000)
     batches = iter(loader)
-    heart = pulse._installed
+    heartbeat_writer = heartbeat._installed
 
     def block(count):
         lengths = []
@@ -163,14 +163,14 @@ def on_and_off(seconds, layers):
     while time.perf_counter() - start < seconds:
         times = []
         for on in (False, True, True, False):
-            if on and not heart.ledger.entries():
-                heart._torch_is_there(torch)
+            if on and not heartbeat_writer.ledger.entries():
+                heartbeat_writer._torch_is_there(torch)
             elif not on:
-                heart.ledger.restore()
+                heartbeat_writer.ledger.restore()
             block(2)
             times.append(1e6 * block(8 if layers > 4 else 64))
         rounds.append(times)
-    print(json.dumps({"rounds": rounds, "beats": heart.words[0]}))
+    print(json.dumps({"rounds": rounds, "heartbeats": heartbeat_writer.words[0]}))
 
 
 def goodput(seconds):
@@ -192,7 +192,7 @@ def goodput(seconds):
             lengths.append(time.perf_counter() - began)
         goal.write_text(f"{int(seconds / statistics.median(lengths))} {time.perf_counter() - first}")
         flatout.seed(0)
-    loop = flatout.Loop(model, optimizer, lambda m, x: m(x).square().mean(), loader, epochs=10**6, steps=int(goal.read_text().split()[0]), saves="saves")
+    loop = flatout.Loop(model, optimizer, lambda m, x: m(x).square().mean(), loader, epochs=10**6, steps=int(goal.read_text().split()[0]), checkpoint_dir="saves")
     with open("steps", "a", buffering=1) as out:
         Path("trains").write_text(str(os.getpid()))
         last = time.monotonic()

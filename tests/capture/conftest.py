@@ -1,4 +1,4 @@
-"""A Scene in this very process: installed for one test, taken out again after it."""
+"""A training context in this very process: installed for one test, taken out again after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 
 
 class Ear(Listener):
@@ -15,51 +15,51 @@ class Ear(Listener):
     wants_phases = True
 
     def __init__(self):
-        self.heard = []
+        self.observed = []
         self.losses = []
         self.batches = []
 
     def data_begin(self, loader):
-        self.heard.append("data")
+        self.observed.append("data")
 
     def data_end(self, loader, batch):
         self.batches.append(batch)
 
     def forward_begin(self, root, args, kwargs):
-        self.heard.append("forward")
+        self.observed.append("forward")
 
     def forward_end(self, root, output):
-        self.heard.append("/forward")
+        self.observed.append("/forward")
 
     def backward_begin(self, losses):
-        self.heard.append("backward")
+        self.observed.append("backward")
         self.losses.append(losses[0].detach().clone())
 
     def backward_end(self):
-        self.heard.append("/backward")
+        self.observed.append("/backward")
 
     def optimizer_begin(self, optimizer):
-        self.heard.append("optimizer")
+        self.observed.append("optimizer")
 
     def optimizer_end(self, optimizer):
-        self.heard.append("/optimizer")
+        self.observed.append("/optimizer")
 
     def step_end(self):
-        self.heard.append("step")
+        self.observed.append("step")
 
 
 @pytest.fixture
 def enter():
-    """``scene, ear = enter()``: installs a Scene; the ledger takes it out when the test ends."""
+    """``scene, ear = enter()``: installs a training context; the ledger takes it out when the test ends."""
     torch = pytest.importorskip("torch")
     ledgers = []
 
     def install():
         ledgers.append(Ledger())
-        ear = Ear()
-        scene = Scene(torch, ear, ledgers[-1])
-        scene.install()
-        return scene, ear
+        probe = Ear()
+        context = TrainingContext(torch, probe, ledgers[-1])
+        context.install()
+        return context, probe
 
     yield install
     for ledger in reversed(ledgers):  # what was put over another is taken away first

@@ -285,5 +285,5 @@ if __name__ == "__main__":
     assert done.code == 0, done.err
     assert record["status"] == "finished"
     assert record["steps"] == 5
-    assert record["scene"]["loaders"][0]["num_workers"] == 1
+    assert record["context"]["loaders"][0]["num_workers"] == 1
     assert done.left == []

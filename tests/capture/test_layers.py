@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 from flatout.capture.layers import MOST_NAMES, layer_counts  # noqa: E402
 from flatout.capture.ledger import Ledger  # noqa: E402
 from flatout.capture.listener import Listener  # noqa: E402
-from flatout.capture.scene import Scene  # noqa: E402
+from flatout.capture.training_context import TrainingContext  # noqa: E402
 
 
 class Wide(nn.Linear):
@@ -41,6 +41,6 @@ def test_the_list_is_bounded_and_keeps_the_most_frequent():
 
 def test_a_description_of_the_program_names_its_layers():
     model = nn.LSTM(1, 1)
-    scene = Scene(torch, Listener(), Ledger())
-    scene.introduce([model], [], [])
-    assert scene.describe()["layers"] == {"LSTM": 1}
+    context = TrainingContext(torch, Listener(), Ledger())
+    context.introduce([model], [], [])
+    assert context.describe()["layers"] == {"LSTM": 1}

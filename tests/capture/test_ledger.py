@@ -1,4 +1,4 @@
-"""Set, list, restore in reverse; what is missing is loud."""
+"""The ledger sets, lists and restores in reverse order; a missing target raises an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Thing:
 
 
 class Switch:
-    """As torch.backends' flags: the value lives behind the setter."""
+    """As the flags of torch.backends: the value lives behind the setter."""
 
     state = "off"
 
@@ -72,7 +72,7 @@ def test_restoring_to_a_mark_leaves_what_came_before(values, at):
     assert thing.x == -1
 
 
-def test_what_was_replaced_is_answered():
+def test_the_replaced_value_is_returned():
     thing, ledger = Thing(), Ledger()
     assert ledger.set(Thing, "shared", "patched") == "class"
     assert ledger.set(thing, "method", lambda: "other", new=True)() == "method"
@@ -110,7 +110,7 @@ def test_modules():
     assert module.x == 1
 
 
-def test_a_missing_target_is_loud_and_changes_nothing():
+def test_a_missing_target_raises_and_changes_nothing():
     thing, ledger = Thing(), Ledger()
     with pytest.raises(MissingTarget, match=r"Thing has no attribute 'nowhere'"):
         ledger.set(thing, "nowhere", 1)
@@ -122,7 +122,7 @@ def test_a_missing_target_is_loud_and_changes_nothing():
     assert ledger.entries() == []
 
 
-def test_a_new_attribute_must_be_announced_and_goes_again():
+def test_a_new_attribute_must_be_announced_and_is_removed_again():
     thing, ledger = Thing(), Ledger()
     ledger.set(thing, "fresh", 1, new=True)
     assert thing.fresh == 1
@@ -141,7 +141,7 @@ def test_a_flag_goes_through_its_setter_both_ways():
 
 
 def test_the_setter_of_a_module_is_not_called():
-    """nn.Module and Optimizer give __setattr__ a meaning; a patch wants none of it."""
+    """nn.Module and Optimizer override __setattr__; a patch must bypass that."""
     torch = pytest.importorskip("torch")
     layer, ledger = torch.nn.Linear(2, 2), Ledger()
     keys = list(layer.state_dict())
@@ -169,7 +169,7 @@ def test_the_last_is_undone_first():
     assert order == [2, 1, 0]
 
 
-def test_one_failure_does_not_keep_the_others_and_is_told():
+def test_one_failure_does_not_stop_the_others_and_is_reported():
     order, ledger = [], Ledger()
     ledger.call("first", lambda: order.append("first"))
     ledger.call("broken", lambda: 1 / 0)
@@ -186,7 +186,7 @@ def clipped(x):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_what_stands_in_for_a_function_of_torch_is_that_function_to_torchscript():
+def test_a_replacement_of_a_torch_function_is_that_function_to_torchscript():
     ledger, really, known = Ledger(), torch.where, dict(torch.jit._builtins._get_builtin_table())
     ledger.set(torch, "where", lambda *args: really(*args))
     ledger.set(torch, "where", lambda *args, within=torch.where: within(*args))

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import EVENTS, Guarded, Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +15,7 @@ class Clumsy(Listener):
     wants_phases = True
 
     def __init__(self, event: str) -> None:
-        self.heard: list[str] = []
+        self.observed: list[str] = []
         self.mistakes: list[Exception] = []
         self.__dict__[event] = self._stumble
 
@@ -23,7 +23,7 @@ class Clumsy(Listener):
         raise ZeroDivisionError("clumsy")
 
     def step_end(self) -> None:
-        self.heard.append("step")
+        self.observed.append("step")
 
     def broke(self, error: Exception) -> None:
         self.mistakes.append(error)
@@ -47,13 +47,13 @@ def train(steps: int = 4) -> list[float]:
 def test_program_trains_on(event):
     plain = train()
     ledger, listener = Ledger(), Clumsy(event)
-    Scene(torch, listener, ledger).install()
+    TrainingContext(torch, listener, ledger).install()
     try:
         assert train() == plain
     finally:
         ledger.restore()
     assert [str(error) for error in listener.mistakes] == ["clumsy"]
-    assert len(listener.heard) <= 1  # nothing after the mistake
+    assert len(listener.observed) <= 1  # nothing after the mistake
 
 
 def test_a_wish_to_stop_passes():
@@ -66,14 +66,14 @@ def test_a_wish_to_stop_passes():
 
 
 def test_every_event_is_passed_on():
-    heard = []
+    observed = []
 
     class Hears(Listener):
         pass
 
     listener = Hears()
-    listener.__dict__.update({name: lambda *args, name=name: heard.append((name, args)) for name in EVENTS})
+    listener.__dict__.update({name: lambda *args, name=name: observed.append((name, args)) for name in EVENTS})
     guarded = Guarded(listener)
     for name in EVENTS:
         getattr(guarded, name)()
-    assert heard == [(name, ()) for name in EVENTS]
+    assert observed == [(name, ()) for name in EVENTS]

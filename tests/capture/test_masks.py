@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.masks import has_mask, hear_masks
+from flatout.capture.masks import has_mask, observe_masks
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
@@ -19,7 +19,7 @@ ONE = st.sampled_from([0, slice(None), slice(1, 3), None, Ellipsis, torch.tensor
 
 def test_torch_is_left_as_it_was():  # the first: older torch lets one hear at a time
     ledger, found = Ledger(), []
-    hear_masks(torch, ledger, lambda really, mask, frame: found.append(mask) or really())
+    observe_masks(torch, ledger, lambda really, mask, frame: found.append(mask) or really())
     assert ledger.entries() == ["aten::index"]
     ledger.restore()
     assert torch.ones(3)[MASK].shape == (2,)
@@ -27,25 +27,25 @@ def test_torch_is_left_as_it_was():  # the first: older torch lets one hear at a
 
 
 @pytest.fixture(scope="module")
-def heard():
+def observed():
     ledger, found = Ledger(), []
-    hear_masks(torch, ledger, lambda really, mask, frame: found.append(frame.f_code.co_name) or really())
+    observe_masks(torch, ledger, lambda really, mask, frame: found.append(frame.f_code.co_name) or really())
     yield found
     ledger.restore()
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @given(index=st.one_of(ONE, st.tuples(ONE), st.tuples(ONE, ONE)))
-def test_whoever_indexes_by_a_mask_is_heard(heard, index):
-    heard.clear()
+def test_whoever_indexes_by_a_mask_is_heard(observed, index):
+    observed.clear()
     try:
         torch.ones(3, 3)[index]
     except IndexError:  # of no tensor of this shape
         return
-    assert heard == ["test_whoever_indexes_by_a_mask_is_heard"] * has_mask(index)
+    assert observed == ["test_whoever_indexes_by_a_mask_is_heard"] * has_mask(index)
 
 
-def test_it_gives_what_torch_gives(heard):
+def test_it_gives_what_torch_gives(observed):
     x = torch.arange(6.0).reshape(3, 2).requires_grad_()
     picked = x[x > 2]
     picked.square().sum().backward()
@@ -53,7 +53,7 @@ def test_it_gives_what_torch_gives(heard):
     assert x.grad.tolist() == [[0.0, 0.0], [0.0, 6.0], [8.0, 10.0]]
 
 
-def test_a_loss_is_no_sequence(heard):
+def test_a_loss_is_no_sequence(observed):
     loss = torch.ones(2).sum()
     assert torch.tensor([loss, 2 * loss]).tolist() == [2.0, 4.0]
     assert loss.new_tensor([[loss], [loss]]).tolist() == [[2.0], [2.0]]

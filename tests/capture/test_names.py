@@ -1,4 +1,7 @@
-"""What the user calls things: found in functions that run, in what `self` holds and in lists; and nothing lives longer because somebody has looked."""
+"""The user's names for objects: found in running functions, in attributes of `self` and in lists.
+
+Finding a name does not extend an object's life.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class Thing:
     pass
 
 
-# As a user's file: what lies beside the tests is not in a library.
+# These act as user files: files next to the tests do not belong to a library.
 def deep(call):
     inner = Thing()
     return call(sys._getframe(), inner)
@@ -35,7 +38,7 @@ def named(frame, *things):
     return [names_of(things, visible(frame)).get(id(thing)) for thing in things]
 
 
-# No assert in what is looked into: pytest writes it anew so that it asks for its own variables.
+# The inspected code has no assert: pytest would rewrite it to use its own variables.
 def some():
     first, second = Thing(), Thing()
     nets, by_letter = [Thing(), first], {"D": second}
@@ -69,11 +72,13 @@ def test_variables_attributes_and_lists():
     assert some() == (["first", "second", "nets[0]", None], ["by_letter['D']"])
     assert Trainer().fit(lambda frame, model: named(frame, model)) == ["model"]
     assert deep(lambda frame, thing: named(frame, thing)) == ["inner"]
-    assert one_that_evaluates() == ["thing"], "model.eval() does not ask for the variables of the function"
+    assert one_that_evaluates() == ["thing"], "model.eval() does not read the variables of the function"
 
 
-def test_nothing_lives_longer():
-    """Before Python 3.13 looking at the variables of a running function keeps what they hold until it ends."""
+def test_lookups_extend_no_lifetime():
+    """Before Python 3.13, reading the variables of a running function keeps their values alive
+    until it ends.
+    """
     assert one_that_goes() == (["held"], None)
 
 

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.signals import HEARD, Signals
+from flatout.capture.signals import OBSERVED, Signals
 
 
 @pytest.fixture
 def stand():
     """``signals, heard = stand(answer)``; everything is as it was when the test ends."""
-    ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in HEARD}
+    ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in OBSERVED}
 
     def install(passes=True):
-        heard = []
-        before.update((number, signal.getsignal(number)) for number in HEARD)
-        signals = Signals(lambda number: (heard.append(number), passes)[1])
+        observed = []
+        before.update((number, signal.getsignal(number)) for number in OBSERVED)
+        signals = Signals(lambda number: (observed.append(number), passes)[1])
         assert signals.install(ledger)
-        return signals, heard
+        return signals, observed
 
     yield install
     ledger.restore()
-    after = {number: signal.getsignal(number) for number in HEARD}
+    after = {number: signal.getsignal(number) for number in OBSERVED}
     for number, handler in original.items():
         signal.signal(number, handler)
     assert after == before
@@ -34,7 +34,7 @@ def stand():
 
 def test_the_program_does_not_see_who_stands_before_it(stand):
     before = signal.getsignal(signal.SIGTERM)
-    _, heard = stand()
+    _, observed = stand()
     calls = []
 
     def mine(number, frame):
@@ -45,39 +45,39 @@ def test_the_program_does_not_see_who_stands_before_it(stand):
     assert signal.getsignal(signal.SIGTERM) is mine
     os.kill(os.getpid(), signal.SIGTERM)
     assert calls == [(signal.SIGTERM, True)]
-    assert heard == [signal.SIGTERM]
+    assert observed == [signal.SIGTERM]
     with pytest.raises(TypeError):
         signal.signal(signal.SIGTERM, "no handler")
     assert signal.signal(signal.SIGTERM, before) is mine
     usr2 = signal.signal(signal.SIGUSR2, mine)  # not one that we hear
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert (len(calls), len(heard)) == (2, 1)
+    assert (len(calls), len(observed)) == (2, 1)
     assert signal.signal(signal.SIGUSR2, usr2) is mine
 
 
 def test_what_is_ignored_stays_ignored(stand):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    _, heard = stand()
+    _, observed = stand()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert heard == []
+    assert observed == []
     calls = []
     assert signal.signal(signal.SIGHUP, lambda *what: calls.append(what)) == signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGHUP)
-    assert (len(calls), heard) == (1, [signal.SIGHUP])
+    assert (len(calls), observed) == (1, [signal.SIGHUP])
     assert callable(signal.signal(signal.SIGHUP, signal.SIG_IGN))
     os.kill(os.getpid(), signal.SIGHUP)
-    assert (len(calls), len(heard)) == (1, 1)
+    assert (len(calls), len(observed)) == (1, 1)
 
 
 def test_a_handler_that_raises_and_one_that_waits(stand):
-    signals, heard = stand(passes=False)
+    signals, observed = stand(passes=False)
 
     def raises(number, frame):
         raise TimeoutError("mine")
 
     before = signal.signal(signal.SIGUSR1, raises)
     os.kill(os.getpid(), signal.SIGUSR1)  # held back
-    assert heard == [signal.SIGUSR1]
+    assert observed == [signal.SIGUSR1]
     with pytest.raises(TimeoutError, match="mine"):
         signals.pass_on(signal.SIGUSR1)
     assert signal.signal(signal.SIGUSR1, before) is raises
@@ -86,13 +86,13 @@ def test_a_handler_that_raises_and_one_that_waits(stand):
 def test_who_has_taken_the_function_before_us_is_found(stand):
     """It goes by us, finds us beneath where there was nothing to call, and is stood before as soon as somebody looks. No circle comes of it."""
     raw, calls = signal.signal, []
-    signals, heard = stand()
+    signals, observed = stand()
     beneath = raw(signal.SIGUSR1, lambda number, frame: (calls.append(number), beneath(number, frame)))
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert (calls, len(heard)) == ([signal.SIGUSR1], 1), "and this process is still there"
+    assert (calls, len(observed)) == ([signal.SIGUSR1], 1), "and this process is still there"
     signals.look_again()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert (len(calls), len(heard)) == (2, 2)
+    assert (len(calls), len(observed)) == (2, 2)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""Where steps end, learned from the order of events alone."""
+"""The ends of steps, learned only from the order of events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ counts = st.integers(1, 30)
 
 
 def cycle_ends(boundaries, cycles, cycle):
-    """Feed ``cycle`` (a list of optimizer keys, and "b" for a backward pass) so many times; the cycles in which a step ended, one entry a step."""
+    """Feed ``cycle`` (a list of optimizer keys, and "b" for a backward pass) that many times; return the
+    cycle of each step end.
+    """
     ended = []
     for at in range(cycles):
         for event in cycle:
@@ -38,7 +40,7 @@ def test_one_optimizer_whatever_is_accumulated(cycles, backwards):
 
 @given(counts, st.permutations([1, 2]), st.integers(1, 3))
 def test_a_gan(cycles, order, backwards):
-    """Discriminator and generator, two or more backward passes for the first of them."""
+    """Discriminator and generator; the first may have two or more backward passes."""
     assert cycle_ends(knowing(1, 2), cycles, ["b"] * backwards + [order[0], "b", order[1]]) == list(range(cycles))
 
 
@@ -49,7 +51,9 @@ def test_a_critic_that_steps_many_times(cycles, n_critic):
 
 @given(counts, st.lists(st.integers(1, 3), min_size=1, max_size=20))
 def test_any_cycle_of_any_optimizers(cycles, repetitions):
-    """One step a cycle, however many optimizers there are and however often each steps in it; the last one ends it."""
+    """One step per cycle, however many optimizers there are and however often each steps in it; the last one
+    ends it.
+    """
     cycle = ["b", *(key for key, times in enumerate(repetitions) for _ in range(times))]
     steps = cycle_ends(knowing(*range(len(repetitions))), cycles, cycle)
     if repetitions[-1] == 1 and sum(repetitions) < PATIENCE:
@@ -71,7 +75,7 @@ def test_an_optimizer_that_was_not_seen_being_made(cycles):
 
 @given(st.integers(2, 30), st.integers(1, 4))
 def test_no_optimizer_object(cycles, unused):
-    """A step ends where the next pass begins: the last one has no end yet."""
+    """A step ends where the next pass begins, so the last one has no end yet."""
     boundaries = StepBoundaries()
     assert boundaries.by_backward
     ended = cycle_ends(boundaries, cycles, ["b"])
@@ -83,7 +87,7 @@ def test_no_optimizer_object(cycles, unused):
 
 @given(st.integers(1, 40))
 def test_an_optimizer_that_never_steps_is_given_up(cycles):
-    """A script may make one and then update its parameters by hand."""
+    """A script may create one and then update its parameters itself."""
     steps = cycle_ends(knowing(1), PATIENCE + cycles, ["b"])
     assert len(steps) == cycles
     assert steps == list(range(PATIENCE, PATIENCE + cycles))
@@ -96,8 +100,11 @@ def test_one_of_two_optimizers_never_steps(cycles):
 
 
 @given(st.integers(1, 10), st.integers(1, 10), st.booleans())
-def test_an_optimizer_that_is_made_anew(epochs, steps_an_epoch, old_goes_first):
-    """A new optimizer each epoch. ``optimizer = Adam(...)`` frees the old one only once the new one is there."""
+def test_a_recreated_optimizer(epochs, steps_an_epoch, old_goes_first):
+    """A new optimizer each epoch.
+
+    ``optimizer = Adam(...)`` frees the old one only once the new one exists.
+    """
     boundaries, steps = StepBoundaries(), 0
     for epoch in range(epochs):
         if old_goes_first and epoch:
@@ -111,7 +118,7 @@ def test_an_optimizer_that_is_made_anew(epochs, steps_an_epoch, old_goes_first):
 
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_a_second_phase_with_its_own_optimizer(first, second):
-    """The old optimizer still lives, but no longer steps: the rhythm is learned anew after some patience."""
+    """The old optimizer still exists but no longer steps: the cycle is learned again after a timeout."""
     boundaries = knowing(1)
     assert len(cycle_ends(boundaries, first, ["b", 1])) == first
     boundaries.optimizer_made(2)
@@ -120,7 +127,9 @@ def test_a_second_phase_with_its_own_optimizer(first, second):
 
 @given(st.lists(st.sampled_from(["make", "gone", "step", "b", "f"]).flatmap(lambda what: st.tuples(st.just(what), st.integers(0, 3))), max_size=300))
 def test_any_order_of_events(events):
-    """Never more steps than optimizer steps and passes together, and always an answer of yes or no."""
+    """There are never more steps than optimizer steps and passes together, and the answer is always yes or
+    no.
+    """
     boundaries, ends, chances = StepBoundaries(), 0, 0
     for what, key in events:
         if what == "make":

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.capture.demands import Source
+from flatout.capture.cuda_checks import Source
 from flatout.capture.device import Redirection
 from flatout.capture.ledger import Ledger
 from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
 from flatout.plan.facts import Facts
-from flatout.plan.failure import FailureRecord, Thrown
+from flatout.plan.failure import ExceptionRecord, FailureRecord
 from flatout.tune.session import differences, key_of
 
 pytestmark = pytest.mark.timeout(150)
@@ -173,11 +173,11 @@ def test_it_learns_the_same_as_its_edited_copy(flatout, script, name, tmp_path):
     script(source)
     script(by_hand(source, edits), "twin.py")
     (tmp_path / "tmp").mkdir()
-    twin = flatout.plain("python", "twin.py")
+    counterpart = flatout.plain("python", "twin.py")
     done = flatout("run", "--device", "cpu", "python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
-    assert twin.code == done.code == 0, twin.err + done.err
-    assert twin.out.count("loss") >= 4
-    assert done.out == twin.out
+    assert counterpart.code == done.code == 0, counterpart.err + done.err
+    assert counterpart.out.count("loss") >= 4
+    assert done.out == counterpart.out
     assert done.said[1:] == [SENTENCE] == done.err.splitlines()[1:]
     assert list((tmp_path / "tmp").glob("flatout*")) == []
 
@@ -273,13 +273,13 @@ def test_a_redirected_device_is_the_one_asked_for(named, asked):
     """A device stays redirected; devices that are not accelerators, or that torch finds here, are left to
     torch.
     """
-    told = []
-    redirect = Redirection(torch, asked, None, Ledger(), told.append)
+    metadata = []
+    redirect = Redirection(torch, asked, None, Ledger(), metadata.append)
     found = redirect(named)
     assert redirect(found) == found
     accelerator = str(named).partition(":")[0] in ("cuda", "xpu", "mps") or isinstance(named, int)
     assert (found is named or found == torch.device(asked)) if accelerator else found is named
-    assert bool(told) == (found is not named)
+    assert bool(metadata) == (found is not named)
     if accelerator and not isinstance(named, int):
         here = torch.device(asked)
         assert getattr(found, "type", str(found).partition(":")[0]) == here.type
@@ -332,12 +332,12 @@ def test_what_cannot_be_redirected_is_named(flatout, script, name):
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert done.code == 1
     assert "Traceback" in done.err
-    told = "\n".join(done.said)
-    assert why in told, done.err
-    assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", told, re.MULTILINE)
-    assert re.search(r"^flatout:   at .*train\.py:\d+", told, re.MULTILINE)
-    assert told.endswith("flatout explain FE000")
-    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in told) is (name == "extension")
+    metadata = "\n".join(done.said)
+    assert why in metadata, done.err
+    assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", metadata, re.MULTILINE)
+    assert re.search(r"^flatout:   at .*train\.py:\d+", metadata, re.MULTILINE)
+    assert metadata.endswith("flatout explain FE000")
+    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in metadata) is (name == "extension")
     if name == "triton":  # the suggested command
         assert flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out == "[2.0, 2.0, 2.0, 2.0]\n"
 
@@ -349,7 +349,7 @@ def test_what_cannot_be_redirected_is_named(flatout, script, name):
 def test_texts_of_what_cannot_be_redirected(message, what):
     """The text appears only with the option, and only for a device other than CUDA."""
     def explained(device):
-        return explain(FailureRecord([Thrown("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))
+        return explain(FailureRecord([ExceptionRecord("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))
 
     found = explained("cpu")
     assert found is not None
@@ -410,7 +410,7 @@ TRAINS_BY_HAND = {".cuda()": "", ".cuda(non_blocking=True)": "", 'device="cuda"'
 @pytest.fixture(scope="module")
 def trained(flatout_in, tmp_path_factory):
     """The output of the edited copy."""
-    cli = flatout_in(tmp_path_factory.mktemp("twin"))
+    cli = flatout_in(tmp_path_factory.mktemp("counterpart"))
     (cli.folder / "twin.py").write_text(by_hand(TRAINS, TRAINS_BY_HAND))
     return cli.plain("python", "twin.py").out
 
@@ -443,7 +443,7 @@ def test_a_trial_is_redirected_too(flatout, script):
     assert done.code == 0, done.err
     record = json.loads((flatout.folder / "record.json").read_text())
     assert record["steps"] == 5
-    assert record["scene"]["device"] == "cpu"
+    assert record["context"]["device"] == "cpu"
 
 
 def test_a_plan_belongs_to_its_device():

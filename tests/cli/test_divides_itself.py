@@ -15,8 +15,8 @@ from flatout.capture.ledger import Ledger
 from flatout.launch.command import Command, understand
 from flatout.plan.errors import CannotDivide
 from flatout.plan.records import TrialRecord
-from flatout.ranks.alone import for_ourselves, must_be_the_rank, one_process
-from flatout.tune.divides_itself import how, meant, missing
+from flatout.ranks.single_process import for_ourselves, must_be_the_rank, one_process
+from flatout.tune.already_parallel import how, meant, missing
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(400)

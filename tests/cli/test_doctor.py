@@ -16,7 +16,7 @@ import flatout as package
 from flatout.cli import doctor, main
 from flatout.diagnose.doctor import ceilings
 from flatout.plan.ceilings import Ceiling, CeilingsRecord
-from flatout.plan.sight import Sight
+from flatout.plan.machine_snapshot import MachineSnapshot
 
 torch = pytest.importorskip("torch")
 
@@ -43,7 +43,7 @@ def here(flatout_in, tmp_path_factory):
 def test_this_machine(here):
     _, done = here
     found = verdicts(done)
-    seen = json.loads(done.out)["sight"]
+    seen = json.loads(done.out)["snapshot"]
     assert done.code == (1 if problems(found) else 0)
     assert found["FD010"]["verdict"] == "ok", found["FD010"]
     assert seen["torch"]["build"]["version"] == torch.__version__
@@ -68,9 +68,9 @@ def test_a_problem_is_shown_with_its_command(here):
     """
     cli, done = here
     data = json.loads(done.out)
-    data["sight"]["files"]["/proc/self/mountinfo"] += "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
-    data["sight"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
-    data["sight"]["python"]["libc"] = ["glibc", "2.17"]
+    data["snapshot"]["files"]["/proc/self/mountinfo"] += "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
+    data["snapshot"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
+    data["snapshot"]["python"]["libc"] = ["glibc", "2.17"]
     (cli.folder / "small.json").write_text(json.dumps(data), encoding="utf-8")
     shown = cli("doctor", "--replay", "small.json", env={**LIGHT, "COLUMNS": "60"})
     assert shown.code == 1
@@ -105,7 +105,7 @@ def bench(monkeypatch, tmp_path):
         return record
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "_seen", Sight)
+    monkeypatch.setattr(doctor, "_seen", MachineSnapshot)
     monkeypatch.setattr(ceilings, "measure", measure)
 
     def asked(*words):
@@ -153,13 +153,13 @@ def test_under_real_limits_with_torch_hidden(flatout):
     found = verdicts(done)
     assert done.code == 1
     assert {"FD003", "FD010", "FD080"} <= problems(found)
-    assert "torch.py" in found["FD003"]["mend"]
+    assert "torch.py" in found["FD003"]["fix"]
     assert "this is not torch" in found["FD010"]["seen"]
     assert "128 files" in found["FD080"]["seen"]
     assert "1 core(s)" in found["FD064"]["seen"]
-    assert found["FD064"]["mend"] == "export OMP_NUM_THREADS=1"
+    assert found["FD064"]["fix"] == "export OMP_NUM_THREADS=1"
     assert "/no/such.so" in found["FD075"]["seen"]
-    assert found["FD100"]["mend"] == "unset CUDA_LAUNCH_BLOCKING"
+    assert found["FD100"]["fix"] == "unset CUDA_LAUNCH_BLOCKING"
     assert "do not tell" not in done.out
 
 
@@ -182,7 +182,7 @@ def test_torch_is_not_installed(flatout, tmp_path):
     done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": f"{HOME}:{packages}"})
     found = verdicts(done)
     assert found["FD010"]["seen"] == "torch is not installed for this Python"
-    assert found["FD010"]["mend"] == "pip install torch"
+    assert found["FD010"]["fix"] == "pip install torch"
     assert {code for code in ("FD011", "FD012", "FD014", "FD024") if found[code]["verdict"] != "not seen"} == set()
     assert done.code == 1
 
@@ -206,5 +206,5 @@ def test_a_cuda_library_is_missing(flatout, tmp_path):
     assert found["verdict"] == "problem"
     assert ".so" in found["seen"]
     assert "which torch needs, was not found: nvidia-" in found["seen"]
-    assert found["mend"].startswith("pip install --force-reinstall torch==")
+    assert found["fix"].startswith("pip install --force-reinstall torch==")
     assert any("ImportError" in line or "OSError" in line for line in found["evidence"])

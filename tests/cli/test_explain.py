@@ -39,7 +39,7 @@ def test_json(flatout):
     done = flatout.here("explain", "--json", ERROR)
     (one,) = json.loads(done.out)
     assert (one["rule"], one["severity"], one["ranks"]) == ("FE020", "the program ends", [])
-    assert "nn.Linear(512, 10)" in one["mend"]
+    assert "nn.Linear(512, 10)" in one["fix"]
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -61,7 +61,7 @@ def test_mistakes(flatout, words, says):
 def test_a_page(flatout):
     done = flatout.here("explain", "FE040")
     assert done.code == 0
-    for word in ("The GPU's memory is full.", "What:", "Why it happens:", "How to mend it:", "Sources:"):
+    for word in ("The GPU's memory is full.", "What:", "Why it happens:", "How to fix it:", "Sources:"):
         assert word in done.out
 
 

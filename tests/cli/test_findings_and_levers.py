@@ -11,7 +11,7 @@ from profiles import healthy
 
 from flatout.cli import main
 from flatout.cli.tune import tune
-from flatout.diagnose.kept import load_profile
+from flatout.diagnose.stored_profile import load_profile
 from flatout.launch.command import understand
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.folder import write_json
@@ -37,21 +37,21 @@ def job(tmp_path, monkeypatch):
 
 def searched(monkeypatch, levers):
     """Tuning without programs: the hints that the search got, and levers with the given outcomes."""
-    told = []
+    metadata = []
 
     def search(tuning):
-        told.append(tuning.goal.first)
+        metadata.append(tuning.goal.first)
         tuning.session.levers = levers
 
     monkeypatch.setattr("flatout.cli.tune.search", search)
-    return told
+    return metadata
 
 
 def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
-    told = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
+    metadata = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
                                   LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
     session, _ = tune(WORDS, Goal(60.0), beside=False)
-    assert told == [("loader", "threads")]
+    assert metadata == [("loader", "threads")]
     assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [("data_wait", "loader", 1.8, 1.5)]
     profile = load_profile(job)
     assert profile is not None
@@ -68,9 +68,9 @@ TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS], ids=["empty", "table", "list", "half", "tomorrow's"])
 def test_a_file_that_is_not_a_profile_is_ignored(job, monkeypatch, text):
     job.profile.write_text(text, encoding="utf-8")
-    told = searched(monkeypatch, [])
+    metadata = searched(monkeypatch, [])
     session, _ = tune(WORDS, Goal(60.0), beside=False)
-    assert told == [()]
+    assert metadata == [()]
     assert session.predictions == []
 
 

@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from flatout.cli import places, ranks
+from flatout.cli import launch_targets, ranks
 from flatout.cli.arguments import PROGRAM, program
 from flatout.launch.command import Command
 from flatout.launch.elastic import agent_command, asked_of_agent
@@ -19,18 +19,18 @@ from flatout.plan.errors import FlatoutError
 
 @click.command(context_settings=PROGRAM)
 @ranks.options
-@places.options
+@launch_targets.options
 @program
 def run(words, **given):
     asked = ranks.ranks_asked(given)
-    assert set(given) == set(places.NAMES)
+    assert set(given) == set(launch_targets.NAMES)
     command = Command(tuple(words), tuple(words))
     try:
-        place = places.place_of(given, asked)
+        place = launch_targets.place_of(given, asked)
         if place is None:
             click.echo("here")
         elif place.cluster:
-            raise SystemExit(places.go(place, command, dict(os.environ), ("--plan", "my plan.toml")))
+            raise SystemExit(launch_targets.go(place, command, dict(os.environ), ("--plan", "my plan.toml")))
         else:
             click.echo(repr(asked_of_agent(agent_command(place.nodes, command, True)[4:])))
     except FlatoutError as error:

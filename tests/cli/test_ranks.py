@@ -95,7 +95,7 @@ def test_a_script_for_one_process_as_two(flatout, script):
         folder.mkdir()
         (folder / "train.py").write_text(TRAINS)
     one = flatout("train.py", python=[sys.executable], cwd=folders[0])
-    two = flatout("run", "--procs", "2", "--divide-evaluation", "python", "train.py", cwd=folders[1], timeout=150)
+    two = flatout("run", "--procs", "2", "--split-evaluation", "python", "train.py", cwd=folders[1], timeout=150)
     assert (one.code, two.code) == (0, 0), two.err
     assert len(two.out.splitlines()) == len(one.out.splitlines())
     assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)

@@ -78,7 +78,7 @@ main(sys.argv[1])
 '''
 
 
-def told(out):
+def metadata(out):
     return [tuple(line.split()) for line in out.splitlines()]
 
 
@@ -110,20 +110,20 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     cli, done = terminated
     space, lines = undisturbed
     assert done.code == -signal.SIGTERM
-    assert told(done.out) == told(lines)[:20], "the current step completes, and no other starts"
+    assert metadata(done.out) == metadata(lines)[:20], "the current step completes, and no other starts"
     assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is saved.")
     code = written(cli, "out")
     assert len(code.splitlines()) == 5
     net, adam, decay = space["parts"]()
     with contextlib.chdir(cli.folder):
         exec(code, {"net": net, "adam": adam, "decay": decay})
-    assert space["digest"](net.state_dict()) == told(lines)[19][1]
+    assert space["digest"](net.state_dict()) == metadata(lines)[19][1]
     assert torch.load(cli.folder / "out" / "net.pt")._metadata["1"] == {"version": 2}, "so that later versions of torch know how to read it"
     assert decay.last_epoch == 20
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(21, 31):
             space["one"](net, adam, decay, step)
-    assert told(out.getvalue()) == told(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
+    assert metadata(out.getvalue()) == metadata(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
     from safetensors.torch import load_file
 
     flat = load_file(cli.folder / "out" / "net.safetensors")
@@ -174,7 +174,7 @@ def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, scrip
     assert (done.code, done.out) == (0, lines + "done\n")
     assert all("keeps net, adam, decay" in line or "no plan fits" in line for line in done.said)
     written(flatout, "out")
-    assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == told(lines)[29][1]
+    assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == metadata(lines)[29][1]
 
 
 def test_without_an_optimizer(flatout, script):
@@ -187,11 +187,11 @@ def test_without_an_optimizer(flatout, script):
     assert done.code == 3
     written(flatout, "out")
     total = sum(value.double().sum().item() for value in torch.load(flatout.folder / "out" / "model.pt").values()).hex()
-    assert ("30", total) in told(done.out)
+    assert ("30", total) in metadata(done.out)
     (kept,) = flatout.folder.glob(".flatout/*/rescue/step-00000030/manifest.json")
     shutil.move(kept.parents[2], kept.parents[3] / "other")
     full = flatout("run", "--rescue", "python", "train.py", "full")
-    assert (full.code, len(told(full.out))) == (-9, 40), "the training continues"
+    assert (full.code, len(metadata(full.out))) == (-9, 40), "the training continues"
     assert full.out.startswith(done.out)
     assert any("File too large" in line and "The training continues" in line for line in full.said), full.err
 
@@ -200,20 +200,20 @@ def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
     """The most recent earlier run and the one that got furthest stay; the checkpoints of a new run start with
     its first step.
     """
+    from flatout.state.checkpoints import CheckpointFolder
     from flatout.state.runs import begin_run, earlier_runs
-    from flatout.state.saves import Saves
     from flatout.state.values import pack
 
     def run(*steps):
-        with Saves(tmp_path / "rescue", keep=2) as saves:
+        with CheckpointFolder(tmp_path / "rescue", keep=2) as saves:
             begin_run(saves)
             for step in steps:
                 saves.write("rescue", step, {"": pack(torch, {"step": step})}, {"holds": []})
 
     for steps in ((1, 900), (1, 40), (1, 50), (2, 3)):
         run(*steps)
-    assert [path.name for path in Saves(tmp_path / "rescue").paths()] == ["step-00000003", "step-00000002"]
-    newest = [Saves(folder).newest()[0].step for folder in earlier_runs(tmp_path / "rescue")]
+    assert [path.name for path in CheckpointFolder(tmp_path / "rescue").paths()] == ["step-00000003", "step-00000002"]
+    newest = [CheckpointFolder(folder).newest()[0].step for folder in earlier_runs(tmp_path / "rescue")]
     assert newest == [50, 900]
     listed = flatout.here("rescue", str(tmp_path))
     assert listed.out.count("from an earlier run") == 2
@@ -226,16 +226,16 @@ def test_no_checkpoints(flatout):
 
 
 def test_control_characters_from_files_do_not_reach_the_terminal(flatout, tmp_path):
-    from flatout.state.saves import Saves
+    from flatout.state.checkpoints import CheckpointFolder
     from flatout.state.values import pack
 
-    with Saves(tmp_path / "rescue") as saves:
+    with CheckpointFolder(tmp_path / "rescue") as saves:
         saves.write("rescue", 1, {"": pack(torch, {})}, {"at": "\x1b[2J", "why": "\x1b]0;x\x07", "ran_s": "soon", "epoch": [], "inside": {},
                                                          "holds": [7, {"name": "\x1b[31m", "values": "many"}]})
     done = flatout.here("rescue", str(tmp_path))
     assert done.code == 0
     assert "\x1b" not in done.out
-    assert json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["told"]["at"] == "\x1b[2J"
+    assert json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["metadata"]["at"] == "\x1b[2J"
 
 
 def test_the_help_names_it(flatout):

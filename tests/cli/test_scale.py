@@ -13,7 +13,7 @@ from profiles import healthy
 import flatout as package
 from flatout.cli.scale import OVERHEAD, command
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Work, evenly, predict
+from flatout.measure.scaling import Workload, evenly, predict
 from flatout.plan.scale import NETWORKS, ScaleRecord, Timing
 
 # This works whether or not the list of commands has it.
@@ -57,7 +57,7 @@ def test_from_a_profile(flatout, profile):
     assert (record.status, record.scaling, record.overhead) == ("done", "weak", OVERHEAD)
     assert record.timing == Timing(pytest.approx(3.5), pytest.approx(5.5), pytest.approx(0.5), pytest.approx(0.5), pytest.approx(32.0))
     assert record.line("ddp")[0].step_ms == pytest.approx(10.0)
-    work = Work(record.timing, tuple(map(float, record.tensor_bytes)), 64_040_000.0, overhead=OVERHEAD, local_steps=16)
+    work = Workload(record.timing, tuple(map(float, record.tensor_bytes)), 64_040_000.0, overhead=OVERHEAD, local_steps=16)
     fabric = Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink3"], 8)
     assert record.points == [predict(work, fabric, way, 2**power) for way in ("ddp", "fsdp", "hybrid", "local") for power in range(7)]
     for words in ("Predicted, not measured", "32.0 samples", "devices cost 6.2%", "local SGD averages parameters every 16 steps", "FSDP on 64 devices: "):
@@ -98,7 +98,7 @@ def test_an_older_profile_has_only_the_sum(profile):
     profile.write_text(json.dumps(record))
     found = ask(profile, "--gpus", "8", "--network", "nvlink4", "--strategies", "ddp")
     assert any("only their sum" in note for note in found.notes)
-    work = Work(found.timing, evenly(64e6), 64e6, overhead=OVERHEAD)
+    work = Workload(found.timing, evenly(64e6), 64e6, overhead=OVERHEAD)
     assert found.points == [predict(work, Fabric(NETWORKS["nvlink4"]), "ddp", 8)]
 
 

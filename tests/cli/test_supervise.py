@@ -174,7 +174,7 @@ def trained(**more):
             open("died", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-again, plain = trained(saves="saves", save_every=1), trained()
+again, plain = trained(checkpoint_dir="saves", save_every=1), trained()
 if rank == 0:
     print("the same" if again == plain else "other bits")
 '''
@@ -250,13 +250,13 @@ while True:
 '''
 
 
-@pytest.mark.parametrize(("how", "sent", "code", "heard", "said"), [
+@pytest.mark.parametrize(("how", "sent", "code", "observed", "said"), [
     ("saves", ["SIGTERM", "SIGTERM"], 143, "SIGTERM ", None),
     ("saves", ["SIGUSR1"], 138, "SIGUSR1 ", None),
     ("plain", ["SIGHUP"], -1, None, None),
     ("ignores", ["SIGTERM"], -15, "SIGTERM ", "did not exit within 1 s of SIGTERM and was killed. Increase --grace"),
 ])
-def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script, how, sent, code, heard, said):
+def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script, how, sent, code, observed, said):
     script(HANDLES)
     process = flatout.start("run", "--supervise", "--grace", "1s", "python", "train.py", how)
     until((flatout.folder / "ready").exists)
@@ -266,7 +266,7 @@ def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script,
     done = flatout.finish(process)
     assert done.left == []
     assert done.code == code, done.err
-    assert heard is None or (flatout.folder / "heard").read_text() == heard
+    assert observed is None or (flatout.folder / "observed").read_text() == observed
     assert said is None or said in done.err
     assert "restarted" not in done.err
 
@@ -276,7 +276,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
            "open('pids.new', 'w').write(f'{os.getpid()} {child.pid}')\nos.rename('pids.new', 'pids')\ntime.sleep(600)\n")
     process = flatout.start("run", "--supervise", "python", "train.py")
     pids = [int(word) for word in until(lambda: (flatout.folder / "pids").exists() and (flatout.folder / "pids").read_text()).split()]
-    folder = next(word.partition("=")[2] for word in Path(f"/proc/{pids[0]}/environ").read_bytes().decode().split("\0") if word.startswith("FLATOUT_PULSE="))
+    folder = next(word.partition("=")[2] for word in Path(f"/proc/{pids[0]}/environ").read_bytes().decode().split("\0") if word.startswith("FLATOUT_HEARTBEAT="))
     process.kill()
     until(lambda: not any(map(alive, pids)) and not os.path.exists(folder), 3.0)
     process.communicate()

@@ -10,8 +10,8 @@ import pytest
 from click.exceptions import BadParameter
 
 from flatout.cli.arguments import LeverByName
-from flatout.plan.plan import in_words
-from flatout.plan.words import Origin
+from flatout.plan.enums import Origin
+from flatout.plan.plan import as_option
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -83,7 +83,7 @@ def test_by_name_with_ranks(flatout, script):
 def test_texts_that_name_a_lever(text, value):
     choice = LeverByName().convert(text, None, None)
     assert (choice.value, choice.origin) == (value, Origin.USER)
-    assert LeverByName().convert(in_words(choice), None, None) == choice
+    assert LeverByName().convert(as_option(choice), None, None) == choice
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from flatout.plan.sight import Disk, Ran, Sight
+from flatout.plan.machine_snapshot import CommandResult, Disk, MachineSnapshot
 
 GIB = 2**30
 
@@ -167,21 +167,21 @@ DIALECTS = {11: {"reasons": "throttle", "power": "power_readings", "limit": "enf
             13: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"}}
 
 
-def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0", dialect: int = 13) -> Ran:
+def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0", dialect: int = 13) -> CommandResult:
     """The output of `nvidia-smi -q -x` for healthy GPUs, apart from the given values of each."""
     body = "".join(GPU.format(**{**FINE, "index": at, **DIALECTS[dialect], **gpu}) for at, gpu in enumerate(gpus))
     out = (f'<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v{dialect}.dtd">\n'
            '<nvidia_smi_log>\n\t<timestamp>Sat Nov 21 10:00:00 2026</timestamp>\n'
            f"\t<driver_version>{driver}</driver_version>\n\t<cuda_version>{cuda}</cuda_version>\n\t<attached_gpus>{len(gpus)}</attached_gpus>\n{body}</nvidia_smi_log>\n")
-    return Ran(["nvidia-smi", "-q", "-x"], 0, out)
+    return CommandResult(["nvidia-smi", "-q", "-x"], 0, out)
 
 
-def capabilities(*each: str) -> Ran:
+def capabilities(*each: str) -> CommandResult:
     out = "".join(f"{at}, GPU-0000000{at}-1111-2222-3333-444444444444, {capability}\n" for at, capability in enumerate(each))
-    return Ran(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"], 0, out)
+    return CommandResult(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"], 0, out)
 
 
-_HEALTHY = Sight(
+_HEALTHY = MachineSnapshot(
     flatout="0.1.0", created="2026-11-21T10:00:00Z", working_folder="/home/ada/project", home_cache="/home/ada/.cache", temporary_folder="/tmp", files=FILES,
     folders={"/sys/bus/pci/devices": ["0000:00:00.0", "0000:17:00.0"], "/dev": ["nvidia0", "nvidiactl"], ".": ["train.py"],
              "/sys/devices/system/cpu/cpu0": ["cache", "cpufreq", "topology"]},
@@ -206,26 +206,26 @@ _HEALTHY = Sight(
                     "devices": [{"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "memory_bytes": 80 * GIB, "bfloat16": True}], "computes": True,
                     "warnings": []}},
     runs={"nvidia-smi": smi({}), "nvidia-smi capability": capabilities("9.0"),
-          "nvidia-smi topology": Ran(["nvidia-smi", "topo", "-m"], 0, "\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n"),
-          "c++": Ran(["g++", "--version"], 0, CXX), "nvcc": Ran(["nvcc", "--version"], 0, NVCC), "import torch": Ran(["python", "-m", "torch_child"], 0)},
+          "nvidia-smi topology": CommandResult(["nvidia-smi", "topo", "-m"], 0, "\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n"),
+          "c++": CommandResult(["g++", "--version"], 0, CXX), "nvcc": CommandResult(["nvcc", "--version"], 0, NVCC), "import torch": CommandResult(["python", "-m", "torch_child"], 0)},
     disks={"working folder": Disk("/home/ada/project", 900 * GIB, 400 * GIB, 10**7, True), "temporary folder": Disk("/tmp", 900 * GIB, 400 * GIB, 10**7, True),
            "cache": Disk("/home/ada/.cache", 900 * GIB, 400 * GIB, 10**7, True), "/dev/shm": Disk("/dev/shm", 62 * GIB, 62 * GIB, 10**7, True)},
     libraries={}, preloads={})
 
 
-def healthy() -> Sight:
+def healthy() -> MachineSnapshot:
     """A machine with one GPU and nothing to fix."""
     return copy.deepcopy(_HEALTHY)
 
 
-def without_gpu() -> Sight:
+def without_gpu() -> MachineSnapshot:
     """The same without a GPU and its driver, and with the CPU build of torch."""
-    sight = healthy()
+    snapshot = healthy()
     for path in ("/proc/driver/nvidia/version", "/sys/bus/pci/devices/0000:17:00.0/class", "/sys/bus/pci/devices/0000:17:00.0/vendor"):
-        sight.files[path] = None
-    sight.folders |= {"/sys/bus/pci/devices": ["0000:00:00.0"], "/dev": []}
+        snapshot.files[path] = None
+    snapshot.folders |= {"/sys/bus/pci/devices": ["0000:00:00.0"], "/dev": []}
     for name in ("nvidia-smi", "nvidia-smi capability", "nvidia-smi topology"):
-        sight.runs[name] = Ran([name], there=False)
-    sight.torch["build"] |= {"version": "2.14.1+cpu", "cuda": None}
-    sight.torch["cuda"] = {"available": False, "warnings": []}
-    return sight
+        snapshot.runs[name] = CommandResult([name], there=False)
+    snapshot.torch["build"] |= {"version": "2.14.1+cpu", "cuda": None}
+    snapshot.torch["cuda"] = {"available": False, "warnings": []}
+    return snapshot

@@ -520,7 +520,7 @@ def a_lambda_for_a_spawned_worker(well):
 
 UNGUARDED = """
 import json, multiprocessing, sys, traceback
-from flatout.capture.failing import look
+from flatout.capture.failure_details import look
 
 def hear(kind, error, trace):
     json.dump([look(error).to_json(), "".join(traceback.format_exception(kind, error, trace))], open({out!r}, "w"))
@@ -845,7 +845,7 @@ def reraise_from_child() -> None:
 
 
 def _seen(error: BaseException) -> tuple[dict, str]:
-    from flatout.capture.failing import look
+    from flatout.capture.failure_details import look
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
     trace = error.__traceback__
@@ -890,8 +890,8 @@ def _apart(one: Program, well: bool) -> dict:
 def provoke(one: Program) -> dict:
     run = _apart if one.apart else _die
     ill = run(one, False)
-    mended = {} if one.tried else run(one, True)
-    return {"name": one.name, "code": one.code, **ill, "mended": mended.get("text", "") if "signal" not in mended else "killed", "tried": one.tried}
+    fixed = {} if one.tried else run(one, True)
+    return {"name": one.name, "code": one.code, **ill, "fixed": fixed.get("text", "") if "signal" not in fixed else "killed", "tried": one.tried}
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.diagnose.bound import gain_of, name_bound, shares
+from flatout.diagnose.bottleneck import gain_of, name_bottleneck, shares
 from flatout.plan.profile import IdleGap, Operation, ProfileRecord, WhatIf
 from flatout.plan.records import PhaseTime, Ratio
 
@@ -38,7 +38,7 @@ def measured(**ratios: float) -> list[WhatIf]:
     ],
 )
 def test_each_bound(more, bound, words):
-    found, why = name_bound(profile(**more))
+    found, why = name_bottleneck(profile(**more))
     assert found == bound
     assert words in why
 
@@ -53,10 +53,10 @@ def test_a_gain_within_the_noise_is_no_gain():
 def test_on_a_device_python_counts_only_while_the_device_waits():
     kernel = Operation("aten::mm", 4, 1.0, device_ms=8.0, share=1.0, flops=1.0)
     busy = profile(what_ifs=measured(loader=1.0), operations=[kernel], python_ms=9.0, idle_ms=0.2, idle_gaps=[IdleGap("python", 0.2, 3)])
-    assert name_bound(busy)[0] == "compute"
+    assert name_bottleneck(busy)[0] == "compute"
     gaps = [IdleGap("aten::add", 7.0, 3), IdleGap("python", 1.0, 3)]
     idle = profile(what_ifs=measured(loader=1.0), operations=[kernel], python_ms=9.0, idle_ms=8.0, idle_gaps=gaps)
-    assert name_bound(idle)[0] == "launch"
+    assert name_bottleneck(idle)[0] == "launch"
 
 
 def test_shares_are_parts_of_one_step():
@@ -64,9 +64,9 @@ def test_shares_are_parts_of_one_step():
 
 
 def test_an_unmeasured_share_is_not_named():
-    assert name_bound(ProfileRecord(["a"], "/")) == ("", "")
+    assert name_bottleneck(ProfileRecord(["a"], "/")) == ("", "")
 
 
 def test_a_small_measured_share_is_not_the_bound():
     seen = {"data": PhaseTime(0.1, 0.1, 0.1, 0.01)}
-    assert name_bound(profile(phases=seen, operations=[], python_ms=None)) == ("", "")
+    assert name_bottleneck(profile(phases=seen, operations=[], python_ms=None)) == ("", "")

@@ -7,13 +7,13 @@ import pytest
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.plan.errors import UsageError
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.save(model, "a.pt"){}\nx = torch.load("a.pt", weights_only=False){}\n'
 
 
 def codes(text: str, **options) -> list[str]:
-    return [finding.rule for finding in check(Program.of_text(text), **options)]
+    return [finding.rule for finding in check(ScriptProgram.of_text(text), **options)]
 
 
 def test_without_comments_both_are_found():
@@ -56,7 +56,7 @@ def test_select_and_ignore_take_prefixes_of_codes():
 
 def test_worst_first_then_by_line():
     text = "\n\n".join(rule.section("Bad").replace("# <-", "") for rule in TABLE if rule.code in ("FL304", "FL001", "FL104", "FL203"))
-    found = check(Program.of_text(text))
+    found = check(ScriptProgram.of_text(text))
     kinds = ["wrong result", "wasted time", "wasted memory", "fragile"]
     assert [f.severity for f in found] == sorted((f.severity for f in found), key=kinds.index)
     assert {f.severity for f in found} == set(kinds)
@@ -65,6 +65,6 @@ def test_worst_first_then_by_line():
 def test_the_fix_of_a_finding_uses_the_users_own_names():
     text = "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n" \
            "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
-    (finding,) = check(Program.of_text(text))
+    (finding,) = check(ScriptProgram.of_text(text))
     assert (finding.rule, finding.place.line, finding.place.column, finding.place.text) == ("FL001", 6, 5, "sgd.step()")
-    assert finding.mend.startswith("sgd.zero_grad()")
+    assert finding.fix.startswith("sgd.zero_grad()")

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 from machines import ENVIRON, GIB, PROCESS, capabilities, healthy, smi, without_gpu
 
-from flatout.diagnose.doctor.examining import TABLE, examine
+from flatout.diagnose.doctor.checks import TABLE, examine
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.sight import Check, Disk, Ran, Sight, Verdict
+from flatout.plan.machine_snapshot import CheckResult, CommandResult, Disk, MachineSnapshot, Verdict
 
-Change = Callable[[Sight], object]
+Change = Callable[[MachineSnapshot], object]
 
 
-def checked(sight: Sight) -> dict[str, Check]:
-    return {check.code: check for check in examine(sight)}
+def checked(snapshot: MachineSnapshot) -> dict[str, CheckResult]:
+    return {check.code: check for check in examine(snapshot)}
 
 
 def test_a_healthy_machine_is_fine():
@@ -33,13 +33,13 @@ def test_a_machine_without_a_gpu_is_fine():
 
 
 def test_an_empty_record_is_not_fine():
-    assert {check.verdict for check in examine(Sight())} == {"not seen"}
-    assert not [check.seen for check in examine(Sight()) if "mistake" in check.seen]
+    assert {check.verdict for check in examine(MachineSnapshot())} == {"not seen"}
+    assert not [check.seen for check in examine(MachineSnapshot()) if "mistake" in check.seen]
 
 
 def cannot_import(message: str, kind: str = "ImportError", trace: str = "") -> Change:
-    def change(sight: Sight) -> None:
-        sight.torch = {"found": sight.torch["found"], "import failed": {
+    def change(snapshot: MachineSnapshot) -> None:
+        snapshot.torch = {"found": snapshot.torch["found"], "import failed": {
             "kind": kind, "message": message,
             "traceback": trace or 'Traceback (most recent call last):\n'
                                   f'  File "{ENVIRON}/torch/__init__.py", line 427, in <module>\n    from torch._C import *\n{kind}: {message}\n'}}
@@ -47,67 +47,67 @@ def cannot_import(message: str, kind: str = "ImportError", trace: str = "") -> C
     return change
 
 
-def other_python(sight: Sight) -> None:
+def other_python(snapshot: MachineSnapshot) -> None:
     """PYTHONPATH leads to the packages of a Python 3.11."""
-    cannot_import("\nFailed to load PyTorch C extensions:\n    It appears that PyTorch has loaded the `torch/_C` folder\n ...")(sight)
-    sight.torch["found"] = {"origin": "/opt/py311/torch/__init__.py", "places": ["/opt/py311/torch"], "compiled": ["_C.cpython-311-x86_64-linux-gnu.so"]}
-    sight.environment["PYTHONPATH"] = "/opt/py311"
+    cannot_import("\nFailed to load PyTorch C extensions:\n    It appears that PyTorch has loaded the `torch/_C` folder\n ...")(snapshot)
+    snapshot.torch["found"] = {"origin": "/opt/py311/torch/__init__.py", "places": ["/opt/py311/torch"], "compiled": ["_C.cpython-311-x86_64-linux-gnu.so"]}
+    snapshot.environment["PYTHONPATH"] = "/opt/py311"
 
 
 def gpu(*each: dict, **options) -> Change:
-    return lambda sight: sight.runs.__setitem__("nvidia-smi", smi(*each, **options))
+    return lambda snapshot: snapshot.runs.__setitem__("nvidia-smi", smi(*each, **options))
 
 
 def files(**changes: str | None) -> Change:
     """``files(**{"/proc/x": text})``"""
-    return lambda sight: sight.files.update(changes)
+    return lambda snapshot: snapshot.files.update(changes)
 
 
 def variables(**changes: str) -> Change:
-    return lambda sight: sight.environment.update(changes)
+    return lambda snapshot: snapshot.environment.update(changes)
 
 
-def old_driver(sight: Sight) -> None:
+def old_driver(snapshot: MachineSnapshot) -> None:
     """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
-    sight.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12)
-    sight.runs["nvidia-smi capability"] = capabilities("8.0")
-    sight.files["/proc/driver/nvidia/version"] = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
-    sight.torch["cuda"] |= {"available": False, "devices": [], "computes": None, "warnings": [
+    snapshot.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12)
+    snapshot.runs["nvidia-smi capability"] = capabilities("8.0")
+    snapshot.files["/proc/driver/nvidia/version"] = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
+    snapshot.torch["cuda"] |= {"available": False, "devices": [], "computes": None, "warnings": [
         "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading ..."]}
 
 
-def ancient_driver(sight: Sight) -> None:
+def ancient_driver(snapshot: MachineSnapshot) -> None:
     """Driver 470 with CUDA 11.4: too old for every build of this torch; nvidia-smi does not know compute_cap
     yet.
     """
-    old_driver(sight)
-    sight.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11)
-    sight.runs["nvidia-smi capability"] = Ran(["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n')
+    old_driver(snapshot)
+    snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11)
+    snapshot.runs["nvidia-smi capability"] = CommandResult(["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n')
 
 
-def driverless(sight: Sight) -> None:
+def driverless(snapshot: MachineSnapshot) -> None:
     """A container started without the GPU; sysfs still shows it on the bus."""
-    run("nvidia-smi", there=False)(sight)
-    sight.files |= {"/proc/driver/nvidia/version": None, "/.dockerenv": ""}
-    sight.folders["/dev"] = []
-    sight.torch["cuda"] |= {"available": False, "computes": None, "devices": []}
+    run("nvidia-smi", there=False)(snapshot)
+    snapshot.files |= {"/proc/driver/nvidia/version": None, "/.dockerenv": ""}
+    snapshot.folders["/dev"] = []
+    snapshot.torch["cuda"] |= {"available": False, "computes": None, "devices": []}
 
 
-def volta(sight: Sight) -> None:
+def volta(snapshot: MachineSnapshot) -> None:
     """A V100 under a build whose oldest architecture is Turing's."""
-    sight.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"})
-    sight.runs["nvidia-smi capability"] = capabilities("7.0")
+    snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"})
+    snapshot.runs["nvidia-smi capability"] = capabilities("7.0")
 
 
-def newer_gpu(sight: Sight) -> None:
-    sight.runs["nvidia-smi capability"] = capabilities("13.0")
+def newer_gpu(snapshot: MachineSnapshot) -> None:
+    snapshot.runs["nvidia-smi capability"] = capabilities("13.0")
 
 
-def docker(sight: Sight) -> None:
+def docker(snapshot: MachineSnapshot) -> None:
     """`docker run --cpus 2 --memory 3g` on a machine of 16 cores, with cgroups v2 in their own namespace."""
-    sight.files |= {"/.dockerenv": "", "/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n", "/sys/fs/cgroup/memory.max": "3221225472\n",
+    snapshot.files |= {"/.dockerenv": "", "/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n", "/sys/fs/cgroup/memory.max": "3221225472\n",
                     "/sys/fs/cgroup/memory.current": "1073741824\n", "/sys/fs/cgroup/pids.max": "512\n", "/proc/self/mountinfo": DOCKER_MOUNTS}
-    sight.disks["/dev/shm"] = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, None, True)
+    snapshot.disks["/dev/shm"] = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, None, True)
 
 
 NFS = "99 22 0:50 / /data rw - nfs4 srv:/x rw\n"
@@ -119,15 +119,15 @@ DOCKER_MOUNTS = """1201 1120 0:84 / / rw,relatime - overlay overlay rw,lowerdir=
 """
 
 
-def old_docker(sight: Sight) -> None:
+def old_docker(snapshot: MachineSnapshot) -> None:
     """The same under cgroups v1, where /proc/self/cgroup shows the host's path and only the container's own
     group is mounted.
     """
-    docker(sight)
-    for path in [path for path in sight.files if path.startswith("/sys/fs/cgroup")]:
-        del sight.files[path]
+    docker(snapshot)
+    for path in [path for path in snapshot.files if path.startswith("/sys/fs/cgroup")]:
+        del snapshot.files[path]
     group = "/docker/0123456789abcdef"
-    sight.files |= {
+    snapshot.files |= {
         "/proc/self/cgroup": f"11:pids:{group}\n5:memory:{group}\n4:cpu,cpuacct:{group}\n",
         "/proc/self/mountinfo": DOCKER_MOUNTS.replace("1205 1204 0:27 / /sys/fs/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw", "\n".join((
             f"1211 1205 0:33 {group} /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory",
@@ -139,41 +139,41 @@ def old_docker(sight: Sight) -> None:
 
 
 def limit(name: str, soft: str, hard: str) -> Change:
-    def change(sight: Sight) -> None:
-        text = sight.files["/proc/self/limits"] or ""
+    def change(snapshot: MachineSnapshot) -> None:
+        text = snapshot.files["/proc/self/limits"] or ""
         given = f"Max {name:<22}{soft:<21}{hard:<21}units"
-        sight.files["/proc/self/limits"] = "\n".join(given if line.startswith(f"Max {name} ") else line for line in text.splitlines())
+        snapshot.files["/proc/self/limits"] = "\n".join(given if line.startswith(f"Max {name} ") else line for line in text.splitlines())
 
     return change
 
 
-def no_torch(sight: Sight) -> None:
-    sight.packages = [each for each in sight.packages or [] if each[0] != "torch"]
-    sight.torch = {"found": {"origin": None, "places": []}}
+def no_torch(snapshot: MachineSnapshot) -> None:
+    snapshot.packages = [each for each in snapshot.packages or [] if each[0] != "torch"]
+    snapshot.torch = {"found": {"origin": None, "places": []}}
 
 
 def set_python(**changes: object) -> Change:
-    return lambda sight: sight.python.update(changes)
+    return lambda snapshot: snapshot.python.update(changes)
 
 
 def run(name: str, **changes: object) -> Change:
-    return lambda sight: sight.runs.__setitem__(name, Ran([name], **changes))
+    return lambda snapshot: snapshot.runs.__setitem__(name, CommandResult([name], **changes))
 
 
 def disk(name: str, free: int, **more: object) -> Change:
-    return lambda sight: sight.disks.__setitem__(name, Disk(f"/{name}", 900 * GIB, free, **{"free_files": 10**6, "writable": True, **more}))
+    return lambda snapshot: snapshot.disks.__setitem__(name, Disk(f"/{name}", 900 * GIB, free, **{"free_files": 10**6, "writable": True, **more}))
 
 
 def extra(*each: list[str]) -> Change:
-    return lambda sight: sight.packages.extend(each)
+    return lambda snapshot: snapshot.packages.extend(each)
 
 
 def torch_stage(stage: str, **changes: object) -> Change:
-    return lambda sight: sight.torch[stage].update(changes)
+    return lambda snapshot: snapshot.torch[stage].update(changes)
 
 
 def at(path: str) -> Change:
-    return lambda sight: vars(sight).update(working_folder=path)
+    return lambda snapshot: vars(snapshot).update(working_folder=path)
 
 
 OLDER = "pip install --force-reinstall torch==2.14.1 --index-url https://download.pytorch.org/whl/cu126"
@@ -215,9 +215,9 @@ FAULTS = [
      "shadows random", "ls /home/ada/project"),
     ("FD010", "problem", cannot_import("A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."), "another NumPy", "numpy"),
     ("FD010", "problem", cannot_import("something that nobody has seen", "RuntimeError"), "RuntimeError: something that nobody has seen", "--force-reinstall"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], -4)})), "SIGILL", "--force-reinstall"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], None, timed_out=True)})), "did not finish", "faulthandler"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": Ran(["python"], 1, err="AttributeError: module 'types' has no x\n")})),
+    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], -4)})), "SIGILL", "--force-reinstall"),
+    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], None, timed_out=True)})), "did not finish", "faulthandler"),
+    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], 1, err="AttributeError: module 'types' has no x\n")})),
      "module 'types'", "import torch"),
     ("FD010", "problem", torch_stage("imported", file=None), "an empty folder", "pip install"),
     ("FD010", "warning", torch_stage("imported", import_s=44.0), "took 44 s", "venv"),
@@ -378,16 +378,16 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "verdict", "change", "seen", "mend"), FAULTS, ids=[f"{code}-{seen[:24]}" for code, _, _, seen, _ in FAULTS])
-def test_a_fault_is_named(code, verdict, change, seen, mend):
-    sight = healthy()
-    change(sight)
-    found = checked(sight)[code]
+@pytest.mark.parametrize(("code", "verdict", "change", "seen", "fix"), FAULTS, ids=[f"{code}-{seen[:24]}" for code, _, _, seen, _ in FAULTS])
+def test_a_fault_is_named(code, verdict, change, seen, fix):
+    snapshot = healthy()
+    change(snapshot)
+    found = checked(snapshot)[code]
     assert (found.verdict, found.code) == (verdict, code), found
     assert seen in found.seen, found
-    assert mend in found.mend, found
+    assert fix in found.fix, found
     if verdict in ("problem", "warning"):
-        assert found.mend, found
+        assert found.fix, found
         assert found.why, found
 
 
@@ -401,35 +401,35 @@ def test_one_fault_is_one_alarm():
     the cause.
     """
     expected = {"FD021", "FD024"}
-    sight = healthy()
-    old_driver(sight)
-    assert {code for code, check in checked(sight).items() if check.verdict in ("problem", "warning")} == expected
+    snapshot = healthy()
+    old_driver(snapshot)
+    assert {code for code, check in checked(snapshot).items() if check.verdict in ("problem", "warning")} == expected
 
 
 def test_root_needs_no_sudo():
-    sight = healthy()
-    gpu({"persistence": "Disabled"})(sight)
-    assert checked(sight)["FD036"].mend == "sudo nvidia-smi -pm 1"
-    sight.python["root"] = True
-    assert checked(sight)["FD036"].mend == "nvidia-smi -pm 1"
+    snapshot = healthy()
+    gpu({"persistence": "Disabled"})(snapshot)
+    assert checked(snapshot)["FD036"].fix == "sudo nvidia-smi -pm 1"
+    snapshot.python["root"] = True
+    assert checked(snapshot)["FD036"].fix == "nvidia-smi -pm 1"
 
 
-@pytest.mark.parametrize(("release", "mend"), [
+@pytest.mark.parametrize(("release", "fix"), [
     ("ID=debian\n", "sudo apt-get install g++"), ('ID="rocky"\nID_LIKE="rhel centos fedora"\n', "sudo dnf install gcc-c++"),
     ('ID="centos"\nVERSION_ID="7"\n', "sudo yum install gcc-c++"), ("ID=arch\n", "sudo pacman -S g++"), ("", "sudo apt-get install g++")])
-def test_the_command_is_of_this_system(release, mend):
-    sight = healthy()
-    sight.files["/etc/os-release"] = release
-    sight.runs["c++"] = Ran(["g++"], there=False)
-    assert checked(sight)["FD040"].mend == mend
-    sight.environment["CONDA_PREFIX"] = "/opt/conda"
-    assert checked(sight)["FD040"].mend == "conda install -c conda-forge gxx"
+def test_the_command_is_of_this_system(release, fix):
+    snapshot = healthy()
+    snapshot.files["/etc/os-release"] = release
+    snapshot.runs["c++"] = CommandResult(["g++"], there=False)
+    assert checked(snapshot)["FD040"].fix == fix
+    snapshot.environment["CONDA_PREFIX"] = "/opt/conda"
+    assert checked(snapshot)["FD040"].fix == "conda install -c conda-forge gxx"
 
 
 def test_a_broken_torch_leaves_the_rest():
-    sight = healthy()
-    cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory")(sight)
-    found = checked(sight)
+    snapshot = healthy()
+    cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory")(snapshot)
+    found = checked(snapshot)
     assert {code for code, check in found.items() if check.verdict == "problem"} == {"FD010"}
     assert found["FD024"].verdict == "not seen"
     assert found["FD011"].verdict == "ok"  # the installed distribution still reports its version

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.diagnose.doctor.check import SECTIONS
-from flatout.diagnose.doctor.examining import TABLE, THEMES
+from flatout.diagnose.doctor.checks import TABLE, THEMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,4 +1,4 @@
-"""Whatever a Sight lacks and whatever garbage it holds, no check breaks, and none reports "fine" for what it
+"""Whatever a machine snapshot lacks and whatever garbage it holds, no check breaks, and none reports "fine" for what it
 could not see.
 """
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import healthy, without_gpu
 
-from flatout.diagnose.doctor.examining import TABLE, examine
-from flatout.plan.sight import Ran, Sight, Verdict
+from flatout.diagnose.doctor.checks import TABLE, examine
+from flatout.plan.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
 # A text of letters, blanks and line breaks is no valid answer of a kernel, program or library.
 GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)
@@ -20,27 +20,27 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_n
                  st.dictionaries(GARBAGE, GARBAGE, max_size=2))
 
 
-def spoiled(need: str, text: str | None) -> Sight:
+def spoiled(need: str, text: str | None) -> MachineSnapshot:
     """The healthy machine, with one input of a check removed (None) or replaced by a meaningless text."""
-    sight = healthy()
+    snapshot = healthy()
     kind, _, rest = need.partition(" ")
     if kind == "file":
-        sight.files[rest] = text
+        snapshot.files[rest] = text
     elif kind == "run":
-        sight.runs[rest] = Ran([rest], 0, text or "", text or "") if text is not None else sight.runs.pop(rest)
+        snapshot.runs[rest] = CommandResult([rest], 0, text or "", text or "") if text is not None else snapshot.runs.pop(rest)
         if text is None:
-            del sight.runs[rest]
+            del snapshot.runs[rest]
     elif kind == "folder":
-        sight.folders[rest] = None
+        snapshot.folders[rest] = None
     elif kind == "disk":
-        del sight.disks[rest]
+        del snapshot.disks[rest]
     elif kind == "torch":
-        sight.torch[rest] = text if text is None else {"version": text, "loaded": text, "cudnn": text}
+        snapshot.torch[rest] = text if text is None else {"version": text, "loaded": text, "cudnn": text}
     elif kind == "python":
-        sight.python[rest] = None if text is None else [text] if rest in ("libc", "path") else text
+        snapshot.python[rest] = None if text is None else [text] if rest in ("libc", "path") else text
     else:
-        vars(sight)[need] = None if need != "working_folder" else ""
-    return sight
+        vars(snapshot)[need] = None if need != "working_folder" else ""
+    return snapshot
 
 
 NEEDED = sorted({(question.code, need) for question in TABLE for need in question.needs})
@@ -82,19 +82,19 @@ def test_a_corrupt_snapshot_never_breaks_a_check(data):
         else:
             parent[keys[-1]] = data.draw(JUNK)
     try:
-        sight = Sight.from_json(record)
+        snapshot = MachineSnapshot.from_json(record)
     except (TypeError, AttributeError):
-        return  # rejected as a whole, with a message: no Sight
-    for check in examine(sight):
+        return  # rejected as a whole, with a message: no snapshot
+    for check in examine(snapshot):
         assert "bug in flatout" not in check.seen, check
 
 
 def test_a_check_that_breaks_is_not_fine(monkeypatch):
     import dataclasses
 
-    import flatout.diagnose.doctor.examining as doctor
+    import flatout.diagnose.doctor.checks as doctor
 
-    def broken(sight):
+    def broken(snapshot):
         raise KeyError("x")
 
     monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], ask=broken), *TABLE[1:]))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.diagnose.doctor.examining import examine
-from flatout.plan.sight import Sight
+from flatout.diagnose.doctor.checks import examine
+from flatout.plan.machine_snapshot import MachineSnapshot
 
 HERE = Path(__file__).parent / "recorded"
 
@@ -28,8 +28,8 @@ HERE = Path(__file__).parent / "recorded"
     ("torch_of_another_python", {"FD010": "unset PYTHONPATH"}),
 ])
 def test_a_recorded_machine(name, alarms):
-    checks = {check.code: check for check in examine(Sight.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))))}
-    assert {code: check.mend for code, check in checks.items() if check.verdict in ("problem", "warning")} == alarms
+    checks = {check.code: check for check in examine(MachineSnapshot.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))))}
+    assert {code: check.fix for code, check in checks.items() if check.verdict in ("problem", "warning")} == alarms
     assert checks["FD020"].verdict == "note"  # no GPU, and nothing wrong with that
     assert not [check for check in checks.values() if "bug in flatout" in check.seen]
 

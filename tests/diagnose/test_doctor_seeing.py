@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from flatout.diagnose.doctor.examining import examine
-from flatout.diagnose.doctor.seeing import Look
+from flatout.diagnose.doctor.checks import examine
+from flatout.diagnose.doctor.snapshot import SnapshotTaker
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def look(monkeypatch, tmp_path):
     def looked(source: str, limit_s: float = 20.0):
         (tmp_path / "torch.py").write_text(source, encoding="utf-8")
         monkeypatch.chdir(tmp_path)
-        with Look() as looking:
+        with SnapshotTaker() as looking:
             return {check.code: check for check in examine(looking.take(limit_s))}
 
     return looked
@@ -32,10 +32,10 @@ def test_nothing_heavy_is_loaded_here():
     code = """
 from flatout.cli.doctor import command
 import flatout.diagnose.doctor.torch_child
-from flatout.plan.sight import Sight
-from flatout.probe.gather import gather
-from flatout.diagnose.doctor.examining import examine
-examine(gather(Sight()))
+from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.probe.snapshot import gather
+from flatout.diagnose.doctor.checks import examine
+examine(gather(MachineSnapshot()))
 import sys
 heavy = {"torch", "numpy", "jinja2", "tomlkit", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
@@ -47,7 +47,7 @@ assert not heavy, heavy
 def test_leaving_ends_the_children(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("import os, time\nopen('number', 'w').write(str(os.getpid()))\ntime.sleep(600)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    with Look():
+    with SnapshotTaker():
         until = time.monotonic() + 20
         while not (tmp_path / "number").exists() or not (tmp_path / "number").read_text():
             assert time.monotonic() < until
@@ -83,6 +83,6 @@ def test_the_working_folder_is_gone(monkeypatch, tmp_path):
     gone.mkdir()
     monkeypatch.chdir(gone)
     os.rmdir(gone)
-    with Look() as looking:
+    with SnapshotTaker() as looking:
         found = {check.code: check for check in examine(looking.take())}
     assert found["FD003"].verdict == found["FD091"].verdict == "not seen"

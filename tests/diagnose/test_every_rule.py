@@ -13,7 +13,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.rule import SECTIONS, Rule
 from flatout.diagnose.rules import TABLE
 from flatout.plan.findings import Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 STATIC = [rule for rule in TABLE if rule.look is not None]
 NUMBERS = {Severity.WRONG: range(1, 100), Severity.TIME: range(101, 200), Severity.MEMORY: range(201, 300), Severity.FRAGILE: range(301, 400)}
@@ -24,7 +24,7 @@ ALSO: dict[str, set[str]] = {"FL307": {"FL115"}}
 @cache
 def found(code: str) -> tuple[tuple[str, int], ...]:
     """Every (rule, line) found in a program of a page."""
-    return tuple((f.rule, f.place.line) for f in check(Program.of_text(code)) if f.place is not None)
+    return tuple((f.rule, f.place.line) for f in check(ScriptProgram.of_text(code)) if f.place is not None)
 
 
 def marked(code: str) -> list[int]:

@@ -46,7 +46,7 @@ def test_explained_in_the_dying_process(provoked, name):
     assert finding.rule == program.code, seen["text"]
     for word in program.says:
         assert word in finding.said, seen["text"]
-    assert finding.mend
+    assert finding.fix
     if "signal" not in seen and record.own is not None:
         assert finding.place is not None
         assert Path(finding.place.file).name in ("provoked.py", "train.py")
@@ -57,17 +57,17 @@ def test_explained_in_the_dying_process(provoked, name):
 def test_explained_from_the_text(provoked, name):
     """A text lacks the tensors and the layer, but has the kind and the line."""
     seen, program = provoked[name], PROGRAMS[name]
-    told = explain_text("epoch 3, loss 0.71\n" + seen["text"])
-    assert [one.finding.rule for one in told] == [program.code], seen["text"]
+    info = explain_text("epoch 3, loss 0.71\n" + seen["text"])
+    assert [one.finding.rule for one in info] == [program.code], seen["text"]
     live = explain(FailureRecord.from_json(seen["live"]))
     assert live is not None
     if program.code != "FE065":  # only the graph knows the line of the operation
-        assert told[0].finding.place == live.place
+        assert info[0].finding.place == live.place
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not PROGRAMS[name].tried])
 def test_the_fixed_program_runs(provoked, name):
-    assert provoked[name]["mended"] == ""
+    assert provoked[name]["fixed"] == ""
 
 
 def test_enough_kinds_are_provoked():

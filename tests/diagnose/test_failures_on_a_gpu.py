@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.capture.failing import look
+from flatout.capture.failure_details import look
 from flatout.diagnose.explain import explain
-from flatout.plan.failure import FailureRecord, FrameSeen, ModuleSeen, TensorSeen, Thrown
+from flatout.plan.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
 GIB = 1 << 30
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call."
@@ -28,14 +28,14 @@ def test_a_bad_label_that_is_still_on_the_cpu():
     labels = TensorSeen("labels", [64], "int64", "cpu", low=0, high=10, where_low=[3], where_high=[41])
     moved = TensorSeen("target", [64], "int64", "cuda:0")
     logits = TensorSeen("input", [64, 10], "float32", "cuda:0", requires_grad=True)
-    failure = FailureRecord([Thrown("torch.AcceleratorError", NAMES, ASSERT, [], [
+    failure = FailureRecord([ExceptionRecord("torch.AcceleratorError", NAMES, ASSERT, [], [
         frame("step", "loss = F.cross_entropy(model(x), labels.cuda())", labels), frame("cross_entropy", "return torch._C...", logits, moved, mine=False)])],
         live=True, batch=12)
     finding = explain(failure)
     assert finding is not None
     assert finding.rule == "FE035"
     assert finding.said == "the label 10 (`labels` at [41], in batch 12 of the loader) is not a class: the model has 10 outputs (0 to 9)"
-    assert finding.mend.splitlines()[0].startswith("target = target - 1")
+    assert finding.fix.splitlines()[0].startswith("target = target - 1")
     assert finding.place is not None
     assert finding.place.line == 7
 
@@ -44,7 +44,7 @@ def test_no_label_in_range_is_blamed():
     """-100 is torch's own mark for "no label"."""
     labels = TensorSeen("labels", [64], "int64", "cpu", low=-100, high=9, where_low=[0], where_high=[1])
     logits = TensorSeen("input", [64, 10], "float32", "cuda:0")
-    failure = FailureRecord([Thrown("torch.AcceleratorError", NAMES, ASSERT, [], [
+    failure = FailureRecord([ExceptionRecord("torch.AcceleratorError", NAMES, ASSERT, [], [
         frame("step", "loss = f(labels)", labels), frame("cross_entropy", "...", logits, mine=False)])], live=True)
     finding = explain(failure)
     assert finding is not None
@@ -60,7 +60,7 @@ MESSAGE = ("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total ca
 def test_the_batch_that_would_fit():
     """Weights and optimizer do not grow with the batch; the rest does."""
     batch = TensorSeen("images", [64, 3, 224, 224], "float32", "cuda:0")
-    thrown = Thrown("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], MESSAGE, [], [frame("step", "loss = model(images)", batch)])
+    thrown = ExceptionRecord("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], MESSAGE, [], [frame("step", "loss = model(images)", batch)])
     failure = FailureRecord([thrown], live=True, module=ModuleSeen("model.layer4.1", "Bottleneck"),
                             memory={"free": GIB, "total": 24 * GIB, "allocated": 18 * GIB, "reserved": 19 * GIB, "parameters": 2 * GIB, "gradients": 2 * GIB,
                                     "optimizer state": 4 * GIB})
@@ -72,15 +72,15 @@ def test_the_batch_that_would_fit():
     assert "parameters 2.00 GiB, gradients 2.00 GiB, optimizer state 4.00 GiB, activations and the rest 10.00 GiB" in finding.evidence
     # 10 GiB grow with 64 samples and 4 more were requested; there is room for 12 of the 14.
     assert "at most 54 of 64 samples fit at once, fewer if the step's peak comes later" in finding.evidence
-    assert len(finding.mend.splitlines()) == 3
-    assert "expandable_segments" not in finding.mend
+    assert len(finding.fix.splitlines()) == 3
+    assert "expandable_segments" not in finding.fix
 
 
 def test_fragmentation_is_named_first_where_it_would_suffice():
     message = MESSAGE.replace("4.00 GiB. GPU", "1.50 GiB. GPU")
-    finding = explain(FailureRecord([Thrown("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], message)]))
+    finding = explain(FailureRecord([ExceptionRecord("torch.OutOfMemoryError", ["OutOfMemoryError", "RuntimeError"], message)]))
     assert finding is not None
-    assert finding.mend.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert finding.fix.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
 
 
 @pytest.mark.gpu

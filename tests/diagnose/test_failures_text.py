@@ -25,13 +25,13 @@ from recorded import FRAMES, RECORDED  # noqa: E402
 
 @pytest.mark.parametrize("one", RECORDED, ids=[f"{at}-{one.code}" for at, one in enumerate(RECORDED)])
 def test_recorded_failures(one):
-    told = explain_text(one.text)
-    assert [each.finding.rule for each in told] == [one.code]
+    info = explain_text(one.text)
+    assert [each.finding.rule for each in info] == [one.code]
     for word in one.says:
-        assert word in lines(told[0].finding, told[0].ranks)[0] + told[0].finding.mend
-    assert told[0].finding.mend
+        assert word in lines(info[0].finding, info[0].ranks)[0] + info[0].finding.fix
+    assert info[0].finding.fix
     if "/home/me/train.py" in one.text:
-        place = told[0].finding.place
+        place = info[0].finding.place
         assert place is not None
         assert (place.file, place.line, place.text) == ("/home/me/train.py", 24, "loss = criterion(model(images), labels)")
 
@@ -138,9 +138,9 @@ def test_mangled_texts_never_raise_and_never_name_another_kind(one, begin, end, 
     The result is the right kind, a related kind of the same crash, or none.
     """
     begin, end = sorted((begin % (len(one.text) + 1), end % (len(one.text) + 1)))
-    told = explain_text(one.text[:begin] + noise + one.text[end:])
-    assert {each.finding.rule for each in told} <= {one.code, *NEAR.get(one.code, ())}
-    for each in told:
+    info = explain_text(one.text[:begin] + noise + one.text[end:])
+    assert {each.finding.rule for each in info} <= {one.code, *NEAR.get(one.code, ())}
+    for each in info:
         assert "\x1b" not in "".join(lines(each.finding))
 
 
@@ -151,8 +151,8 @@ NEAR = {"FE043": ("FE071",), "FE089": ("FE042",), "FE040": ("FE051",), "FE105": 
 
 @given(st.sampled_from(RECORDED), st.integers(0, 100))
 def test_truncated_texts_never_name_another_kind(one, cut):
-    told = explain_text(one.text[: len(one.text) * cut // 100])
-    assert {each.finding.rule for each in told} <= {one.code, *NEAR.get(one.code, ())}
+    info = explain_text(one.text[: len(one.text) * cut // 100])
+    assert {each.finding.rule for each in info} <= {one.code, *NEAR.get(one.code, ())}
 
 
 # -- logs -----------------------------------------------------------------------------------------------------------
@@ -163,24 +163,24 @@ OOM = next(one for one in RECORDED if one.code == "FE040").text
 def test_ranks_with_interleaved_output():
     by_rank = [[f"[rank{rank}]: {line}" for line in OOM.splitlines()] for rank in (0, 3)]
     mixed = "\n".join(line for pair in zip(*by_rank, strict=True) for line in pair)
-    told = explain_text("step 1\n" + mixed + "\nstep 2")
-    assert [(one.finding.rule, one.ranks) for one in told] == [("FE040", [0, 3])]
-    assert lines(told[0].finding, told[0].ranks)[0].startswith("rank 0, 3: ")
+    info = explain_text("step 1\n" + mixed + "\nstep 2")
+    assert [(one.finding.rule, one.ranks) for one in info] == [("FE040", [0, 3])]
+    assert lines(info[0].finding, info[0].ranks)[0].startswith("rank 0, 3: ")
 
 
 @pytest.mark.parametrize("label", ["[default{rank}]:", "[1,{rank}]<stderr>:", "[rank{rank}]:"])
 def test_labels_of_launchers(label):
     text = "\n".join(label.format(rank=2) + line for line in OOM.splitlines())
-    told = explain_text(text)
-    assert [(one.finding.rule, one.ranks) for one in told] == [("FE040", [2])]
+    info = explain_text(text)
+    assert [(one.finding.rule, one.ranks) for one in info] == [("FE040", [2])]
 
 
 def test_lines_with_a_timestamp():
     text = "\n".join(f"2026-11-21T22:10:{at:02d}.118Z {line}" for at, line in enumerate(OOM.splitlines()))
-    told = explain_text(text)
-    assert [one.finding.rule for one in told] == ["FE040"]
-    assert told[0].finding.place is not None
-    assert told[0].finding.place.line == 24
+    info = explain_text(text)
+    assert [one.finding.rule for one in info] == ["FE040"]
+    assert info[0].finding.place is not None
+    assert info[0].finding.place.line == 24
 
 
 def test_the_root_of_a_chain_and_its_consequences():
@@ -203,9 +203,9 @@ Original Traceback (most recent call last):
     return self.labels[name]
 KeyError: 'img7'
 '''
-    (told,) = explain_text(text)
-    assert told.finding.rule == "FE070"
-    assert "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'" in told.finding.said
+    (info,) = explain_text(text)
+    assert info.finding.rule == "FE070"
+    assert "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'" in info.finding.said
     inner = text.replace("KeyError: Caught KeyError", "RuntimeError: Caught RuntimeError")
     inner = inner.replace("KeyError: 'img7'", "RuntimeError: a Tensor with 3 elements cannot be converted to Scalar")
     assert [one.finding.rule for one in explain_text(inner)] == ["FE029"]
@@ -250,6 +250,6 @@ def test_an_endless_log_keeps_its_tracebacks():
 
 def test_terminal_control_sequences_are_removed():
     text = OWN.format(line="model(x\x1b[2J)", error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07")
-    (told,) = explain_text(text)
-    assert "\x1b" not in "\n".join(lines(told.finding))
-    assert told.finding.rule == "FE020"
+    (info,) = explain_text(text)
+    assert "\x1b" not in "\n".join(lines(info.finding))
+    assert info.finding.rule == "FE020"

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from flatout.diagnose.check import check
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 MODEL = """
 import torch
@@ -301,4 +301,4 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_found(name):
     code = MODEL + textwrap.dedent(HEALTHY[name])
-    assert [(f.rule, f.place.line, f.said) for f in check(Program.of_text(code))] == []
+    assert [(f.rule, f.place.line, f.said) for f in check(ScriptProgram.of_text(code))] == []

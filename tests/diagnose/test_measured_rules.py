@@ -32,7 +32,7 @@ def test_the_fault_is_named_first_with_its_line(name):
     assert findings[0].name == name
     assert findings[0].place == place
     assert findings[0].said
-    assert findings[0].mend
+    assert findings[0].fix
 
 
 @pytest.mark.parametrize("name", ILL)

@@ -139,7 +139,7 @@ def test_what_ifs_are_measured_or_say_why_not(ill):
 
 def test_synchronisations_have_their_line_and_exclude_the_loader(ill):
     record, _, _ = ill
-    found = {(c.kind, c.place.line): c for c in record.crossings if c.place is not None}
+    found = {(c.kind, c.place.line): c for c in record.synchronisations if c.place is not None}
     assert found["item", line_of(".item()")].calls == pytest.approx(1.0, abs=0.2)
     assert found["item", line_of(".item()")].place.function == "main"
     assert {kind for kind, _ in found} == {"item"}
@@ -236,7 +236,7 @@ def test_a_program_without_a_loader_that_holds_nothing(well):
     assert not record.leak.leaking
     assert record.leak.holder == ""
     assert record.loaders == []
-    assert record.crossings == []
+    assert record.synchronisations == []
     why = {what_if.name: what_if.why_not for what_if in record.what_ifs}
     assert "without a DataLoader" in why["loader"]
     assert "never waits for a tensor" in why["syncs"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 # Comments do not survive rewriting, and one rule is about the top level.
 PROGRAMS = [(rule.code, kind, rule.section(kind)) for rule in TABLE if rule.look is not None for kind in ("Bad", "Good")
@@ -25,7 +25,7 @@ LETTERS = st.text(string.ascii_lowercase, min_size=3, max_size=9)
 
 
 def verdict(code: str) -> Counter:
-    return Counter(finding.rule for finding in check(Program.of_text(code)))
+    return Counter(finding.rule for finding in check(ScriptProgram.of_text(code)))
 
 
 class Renamed(ast.NodeTransformer):
@@ -102,6 +102,6 @@ def test_two_programs_in_one_file_are_judged_apart(which, other):
     """Each is in its own function: the findings of both together are those of either one."""
     first, second = (in_a_function(ast.parse(code), name) for (_, _, code), name in ((which, "one"), (other, "two")))
     both = ast.unparse(ast.Module([*first.body, *second.body], []))
-    known = {finding.rule for _, _, code in (which, other) for finding in check(Program.of_text(code))}
+    known = {finding.rule for _, _, code in (which, other) for finding in check(ScriptProgram.of_text(code))}
     known |= {"FL101", "FL102", "FL303", "FL313"}  # one of the two may use a device or several processes for both
-    assert {finding.rule for finding in check(Program.of_text(both))} <= known
+    assert {finding.rule for finding in check(ScriptProgram.of_text(both))} <= known

@@ -12,33 +12,33 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.diagnose.what_ifs import TABLE
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
-from flatout.plan.words import Effect
 
 torch = pytest.importorskip("torch")
 BY_NAME = {lever.name: lever for lever in TABLE}
 VALUES = {"loader": True, "copies": True, "optimizer": True, "syncs": "all", "logging": True, "gc": True, "one thread fewer": 1, "one thread more": 2}
 
 
-class Scene(SimpleNamespace):
-    """The parts of a Scene that a what-if needs. Hashable by identity, as the real one is."""
+class TrainingContext(SimpleNamespace):
+    """The parts of a TrainingContext that a what-if needs. Hashable by identity, as the real one is."""
 
     __hash__ = object.__hash__
 
 
 @pytest.fixture
-def scene():
+def context():
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(12, 2), batch_size=2)
-    return Scene(torch=torch, asleep=False, loaders=[{}], optimizers=[optimizer], closure_steps=False, backwards_in_last_step=1, device_type="cpu", steps=1,
+    return TrainingContext(torch=torch, asleep=False, loaders=[{}], optimizers=[optimizer], closure_steps=False, backwards_in_last_step=1, device_type="cpu", steps=1,
                  model=model, loader=loader)
 
 
-def switched(name, scene, value=None):
+def switched(name, context, value=None):
     ledger = Ledger()
-    return BY_NAME[name].apply(scene, VALUES[name] if value is None else value, ledger)
+    return BY_NAME[name].apply(context, VALUES[name] if value is None else value, ledger)
 
 
 def test_the_table():
@@ -51,26 +51,26 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_everything_is_as_it_was_afterwards(name, scene):
+def test_everything_is_as_it_was_afterwards(name, context):
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    seen = lambda: (vars(torch.Tensor).copy(), iterator.__next__, vars(scene.optimizers[0]).get("step"), builtins.print, sys.stdout, sys.stderr,  # noqa: E731
+    seen = lambda: (vars(torch.Tensor).copy(), iterator.__next__, vars(context.optimizers[0]).get("step"), builtins.print, sys.stdout, sys.stderr,  # noqa: E731
                     logging.root.manager.disable, gc.isenabled(), torch.get_num_threads())
     before = seen()
-    undo = switched(name, scene)
+    undo = switched(name, context)
     changed = seen()
     undo()
     assert seen() == before
     assert changed != before or torch.get_num_threads() == VALUES[name]
 
 
-def test_batches_that_were_there_already(scene):
-    undo = switched("loader", scene)
-    taken = [batch.tolist() for batch in (next(each) for each in [iter(scene.loader)] * 9)]
+def test_batches_that_were_there_already(context):
+    undo = switched("loader", context)
+    taken = [batch.tolist() for batch in (next(each) for each in [iter(context.loader)] * 9)]
     undo()
     assert taken[:4] == taken[4:8]  # four are kept and used in turn
     assert len({str(batch) for batch in taken}) == 4
-    iterator = iter(scene.loader)
-    undo = switched("loader", scene)
+    iterator = iter(context.loader)
+    undo = switched("loader", context)
     assert next(iterator).tolist() == taken[1]  # kept from before
     with torch.no_grad():
         assert next(iterator).tolist() == taken[0]  # an evaluation gets its own
@@ -78,10 +78,10 @@ def test_batches_that_were_there_already(scene):
     assert next(iterator).tolist() == taken[1]  # and continues from there
 
 
-def test_a_script_may_change_its_batch(scene):
+def test_a_script_may_change_its_batch(context):
     rows = [{"x": torch.full((2,), float(number)), "y": number} for number in range(8)]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
-    undo = switched("loader", scene)
+    undo = switched("loader", context)
     iterator, seen = iter(loader), []
     for _ in range(12):
         batch = next(iterator)
@@ -93,54 +93,54 @@ def test_a_script_may_change_its_batch(scene):
     assert batch["x"].max() < 2000
 
 
-def test_entries_removed_from_a_batch_are_back_the_next_time(scene, monkeypatch):
+def test_entries_removed_from_a_batch_are_back_the_next_time(context, monkeypatch):
     """This also holds for batches that are too large to be kept twice."""
     monkeypatch.setattr(sys.modules["flatout.diagnose.what_ifs.loader"], "SPARE_BYTES", 0)
     loader = torch.utils.data.DataLoader([{"x": 1.0, "y": number} for number in range(24)], batch_size=2)
-    undo = switched("loader", scene)
+    undo = switched("loader", context)
     iterator = iter(loader)
     seen = [next(iterator).pop("y").tolist() for _ in range(12)]
     undo()
     assert seen[:4] == seen[4:8] == seen[8:]
 
 
-def test_an_optimizer_that_does_nothing_still_calls_its_hooks(scene):
+def test_an_optimizer_that_does_nothing_still_calls_its_hooks(context):
     from torch.optim import optimizer as hooks
 
-    (optimizer,), heard = scene.optimizers, []
-    handles = [hooks.register_optimizer_step_pre_hook(lambda *_: heard.append("before")),
-               hooks.register_optimizer_step_post_hook(lambda *_: heard.append("after"))]
-    weights = scene.model.weight.detach().clone()
-    undo = switched("optimizer", scene)
-    scene.model(torch.ones(1, 4)).sum().backward()
+    (optimizer,), observed = context.optimizers, []
+    handles = [hooks.register_optimizer_step_pre_hook(lambda *_: observed.append("before")),
+               hooks.register_optimizer_step_post_hook(lambda *_: observed.append("after"))]
+    weights = context.model.weight.detach().clone()
+    undo = switched("optimizer", context)
+    context.model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert optimizer.step(lambda: heard.append("closure") or 3.0) == 3.0
-    assert torch.equal(weights, scene.model.weight)
+    assert optimizer.step(lambda: observed.append("closure") or 3.0) == 3.0
+    assert torch.equal(weights, context.model.weight)
     undo()
     optimizer.step()
     for handle in handles:
         handle.remove()
-    assert heard == ["before", "after", "before", "closure", "after", "before", "after"]
-    assert not torch.equal(weights, scene.model.weight)
+    assert observed == ["before", "after", "before", "closure", "after", "before", "after"]
+    assert not torch.equal(weights, context.model.weight)
 
 
-def test_stale_values(scene):
+def test_stale_values(context):
     def read(tensor):
         return tensor.item()
 
-    undo = switched("syncs", scene)
+    undo = switched("syncs", context)
     assert [read(torch.tensor(float(value))) for value in (1, 2, 3)] == [1.0, 1.0, 1.0]
     assert torch.tensor(9.0).item() == 9.0  # another place
     undo()
     assert read(torch.tensor(4.0)) == 4.0
-    undo = switched("syncs", scene, "floats")
+    undo = switched("syncs", context, "floats")
     lengths = [read(torch.tensor(value)) for value in (1, 2, 3)]
     undo()
     assert lengths == [1, 2, 3]
 
 
-def test_a_loop_controlled_by_a_value_ends(scene):
-    undo = switched("syncs", scene)
+def test_a_loop_controlled_by_a_value_ends(context):
+    undo = switched("syncs", context)
     error, turns = torch.tensor(1.0), 0
     while error.item() > 1e-300 and turns < 10_000:
         error, turns = error * 0.5, turns + 1
@@ -148,10 +148,10 @@ def test_a_loop_controlled_by_a_value_ends(scene):
     assert turns < 10_000
 
 
-def test_muted_output(scene, capsys):
+def test_muted_output(context, capsys):
     logger = logging.getLogger("a script's")
     logger.setLevel(logging.INFO)
-    undo = switched("logging", scene)
+    undo = switched("logging", context)
     print("nothing")
     sys.stdout.write("of")
     sys.stderr.write("this")
@@ -164,12 +164,12 @@ def test_muted_output(scene, capsys):
     assert (out, err) == ("this\n", "")
 
 
-def test_unavailable_what_ifs_have_a_reason(scene):
-    bare = Scene(**{**vars(scene), "loaders": [], "optimizers": []})
+def test_unavailable_what_ifs_have_a_reason(context):
+    bare = TrainingContext(**{**vars(context), "loaders": [], "optimizers": []})
     for name, facts in (("loader", Facts()), ("copies", Facts()), ("optimizer", Facts()), ("one thread more", Facts(cores=1))):
         answer = BY_NAME[name].applies(facts, bare)
         assert isinstance(answer, Skip)
         assert len(answer.reason.split()) > 3
-    lbfgs = Scene(**{**vars(scene), "closure_steps": True, "backwards_in_last_step": 20})
+    lbfgs = TrainingContext(**{**vars(context), "closure_steps": True, "backwards_in_last_step": 20})
     assert isinstance(BY_NAME["optimizer"].applies(Facts(), lbfgs), Skip)
-    assert isinstance(BY_NAME["optimizer"].applies(Facts(), scene), Options)
+    assert isinstance(BY_NAME["optimizer"].applies(Facts(), context), Options)

@@ -11,7 +11,7 @@ import pytest
 
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from specimens import ZOO, read_specimen
@@ -39,8 +39,8 @@ def test_both_texts_are_programs_that_differ_by_the_fault(name):
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_check_finds_nothing_in_the_fixed_version_and_names_faults_visible_in_the_source(name):
     specimen = SPECIMENS[name]
-    assert [finding.rule for finding in check(Program.of_text(specimen.well))] == []
-    found = check(Program.of_text(specimen.ill))
+    assert [finding.rule for finding in check(ScriptProgram.of_text(specimen.well))] == []
+    found = check(ScriptProgram.of_text(specimen.ill))
     assert {finding.rule for finding in found} <= set(specimen.codes)
     assert all(finding.place is not None and finding.place.line in specimen.lines for finding in found)
     if found == []:

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
-from flatout.engine.draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, Draws
+from flatout.capture.training_context import TrainingContext
+from flatout.engine.sample_draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, SampleDrawProbe
 
 
 class Flipped(Dataset):
@@ -34,8 +34,8 @@ class Flipped(Dataset):
 def drawn(loader: Any) -> list[list[list[float]]]:
     iterator = iter(loader)
     next(iterator)
-    draws = Draws(torch)
-    draws.hear(iterator)
+    draws = SampleDrawProbe(torch)
+    draws.observe(iterator)
     return draws.take()
 
 
@@ -66,17 +66,17 @@ def test_the_loader_s_own_collation_is_used():
 
 def test_levers_that_change_loaders_do_not_act_a_second_time():
     ledger = Ledger()
-    scene = Scene(torch, Listener(), ledger)
-    scene.install()
+    context = TrainingContext(torch, Listener(), ledger)
+    context.install()
     made: list[Any] = []
-    scene.change_loaders(lambda dataset, arguments: made.append(dataset) or arguments, ledger)
+    context.change_loaders(lambda dataset, arguments: made.append(dataset) or arguments, ledger)
     try:
         assert drawn(DataLoader(Flipped(), batch_size=4))
     finally:
-        scene.rest()
+        context.rest()
         ledger.restore()
     assert len(made) == 1
-    assert len(scene.loaders) == 1
+    assert len(context.loaders) == 1
 
 
 class Stream(IterableDataset):
@@ -104,13 +104,13 @@ def test_data_that_cannot_be_fetched_again_gives_nothing(loader):
 
 
 def test_without_a_loader_there_is_nothing():
-    assert Draws(torch).take() == []
+    assert SampleDrawProbe(torch).take() == []
 
 
 def test_slow_data_ends_early_or_not_at_all(monkeypatch):
     ticks = iter(range(1000))
-    monkeypatch.setattr("flatout.engine.draws.seconds", lambda: next(ticks) / 3.0)  # a third of a second for each round
+    monkeypatch.setattr("flatout.engine.sample_draws.seconds", lambda: next(ticks) / 3.0)  # a third of a second for each round
     rounds = drawn(DataLoader(Flipped(), batch_size=4))
     assert FEWEST_ROUNDS <= len(rounds) < ROUNDS
-    monkeypatch.setattr("flatout.engine.draws.seconds", lambda: float(next(ticks)))
+    monkeypatch.setattr("flatout.engine.sample_draws.seconds", lambda: float(next(ticks)))
     assert drawn(DataLoader(Flipped(), batch_size=4)) == []

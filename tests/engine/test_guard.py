@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flatout.engine.guard import judge, shake_for, start_agrees, wants_shaken
+from flatout.engine.guard import judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.engine.resolution import significant_bits
+from flatout.plan.enums import Effect
 from flatout.plan.records import TrialRecord
-from flatout.plan.words import Effect
 
 EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
 LOADER = {"loaders": [{"dataset": "D"}]}
@@ -176,19 +176,19 @@ def chaotic(start: float, growth: float = 30.0) -> Callable[[int, float], float]
 def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
     kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-7))
     assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks), passed=False) == {"start"}
-    shaken = seeds(chaotic(1e-7))[:2]
-    found = judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=shaken)
+    perturbed = seeds(chaotic(1e-7))[:2]
+    found = judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=perturbed)
     assert found.verdict == "equivalent"
     assert "one rounding" in next(check.why for check in found.checks if check.name == "start")
     # A program that amplifies rounding less, or more slowly, is no excuse.
     for calm in (seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), seeds(chaotic(1e-7, growth=4.0))):
-        assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=calm[:2]), passed=False) == {"start"}
+        assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=calm[:2]), passed=False) == {"start"}
 
 
 @pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
 def test_chaos_does_not_excuse_an_immediate_difference(change):
     kinks = {**smooth(1e-7), "smooth": False}
-    found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-7))[:2])
+    found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-7))[:2])
     assert "start" in names(found, passed=False)
 
 
@@ -198,10 +198,10 @@ def test_a_seed_is_compared_with_its_own_perturbed_run():
     """
     kinks = {**smooth(1e-7), "smooth": False}
     tuned = [seeds(chaotic(start))[seed] for seed, start in enumerate((3e-7, 3e-5))]
-    plain, shaken = seeds(count=2), seeds(chaotic(1e-7))
-    assert judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[:1]).verdict == "equivalent"
-    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[1:2]), passed=False) == {"start"}
-    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[2:]), passed=False) == {"start"}
+    plain, perturbed = seeds(count=2), seeds(chaotic(1e-7))
+    assert judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[:1]).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[1:2]), passed=False) == {"start"}
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[2:]), passed=False) == {"start"}
 
 
 # -- half precision -------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_zero_and_infinity_have_no_significant_bits():
 def test_a_loss_in_half_precision_fails_whatever_the_effect(change, effect):
     long = [record([float32(x) for x in curve(seed, 300, of=lambda t: 1.5)], seed) for seed in range(3)]
     tuned = [record([change(t, float.fromhex(x)) for t, x in enumerate(run.losses)], run.seed or 0) for run in long]
-    found = judge(effect, long, tuned, shaken=long[:2])
+    found = judge(effect, long, tuned, perturbed=long[:2])
     assert "resolution" in names(found, passed=False)
     assert "half precision" in found.why
 
@@ -255,19 +255,19 @@ def test_losses_with_few_bits_in_the_plain_program_may_have_few_bits(short):
 
 
 def test_the_first_losses_of_half_precision_are_measured_in_its_own_ulp():
-    assert shake_for(Effect.PRECISION) > 1000 * shake_for(Effect.ROUNDING)
+    assert perturbation_for(Effect.PRECISION) > 1000 * perturbation_for(Effect.ROUNDING)
     kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-4))
     found = judge(Effect.PRECISION, seeds(), tuned, kinks)
-    assert wants_shaken(found)
-    assert judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-4))[:2]).verdict == "equivalent"
+    assert needs_perturbed_runs(found)
+    assert judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-4))[:2]).verdict == "equivalent"
     # The program's amplification of float32's last place does not excuse it.
-    assert names(judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-7))[:2]), passed=False) == {"start"}
+    assert names(judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-7))[:2]), passed=False) == {"start"}
 
 
 @pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
 def test_half_precision_does_not_excuse_an_immediate_difference(change):
     kinks = {**smooth(1e-7), "smooth": False}
-    found = judge(Effect.PRECISION, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-4, growth=1.5))[:2])
+    found = judge(Effect.PRECISION, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-4, growth=1.5))[:2])
     assert "start" in names(found, passed=False)
 
 
@@ -311,14 +311,14 @@ def test_a_broken_lever_alone_is_blamed(effect, change, seen_by):
 
 def test_without_evidence_on_one_lever_none_is_blamed():
     plain, wrong = seeds()[0], seeds(lambda t, x: 2 * x)[0]
-    shaken = seeds(chaotic(1e-4))
-    assert start_agrees(Effect.RESAMPLED, plain, wrong, shaken) is None
+    perturbed = seeds(chaotic(1e-4))
+    assert start_agrees(Effect.RESAMPLED, plain, wrong, perturbed) is None
     assert start_agrees(Effect.PRECISION, plain, wrong) is None
-    assert start_agrees(Effect.PRECISION, plain, wrong, shaken[1:]) is None  # of other seeds
+    assert start_agrees(Effect.PRECISION, plain, wrong, perturbed[1:]) is None  # of other seeds
     short = replace(wrong, losses=wrong.losses[:7], loss_steps=wrong.loss_steps[:7])
-    assert start_agrees(Effect.PRECISION, plain, short, shaken) is None
+    assert start_agrees(Effect.PRECISION, plain, short, perturbed) is None
     diverged = record([math.nan, *curve(0)[1:]])
-    assert start_agrees(Effect.PRECISION, diverged, wrong, shaken) is None
+    assert start_agrees(Effect.PRECISION, diverged, wrong, perturbed) is None
 
 
 @given(any_losses, any_losses, any_losses, EFFECTS)
@@ -335,8 +335,8 @@ def test_chaos_after_the_start_is_measured_by_the_seeds():
 
 
 def test_other_batches_fail_where_there_is_a_loader():
-    plain = [replace(run, scene=LOADER, batch_hashes=["a", "b"]) for run in seeds()]
-    tuned = [replace(run, scene=LOADER, batch_hashes=["a", "c"]) for run in seeds()]
+    plain = [replace(run, context=LOADER, batch_hashes=["a", "b"]) for run in seeds()]
+    tuned = [replace(run, context=LOADER, batch_hashes=["a", "c"]) for run in seeds()]
     found = judge(Effect.ROUNDING, plain, tuned)
     assert names(found, passed=False) == {"batches"}
     assert "batch 1" in found.why
@@ -387,7 +387,7 @@ def samples(seed: int, draw_seed: int, flip: bool = True, brighter: float = 0.0,
         mean, side = sample.gauss(0, 1), sample.gauss(0, 1)
         return [mean + brighter + 0.1 * draw.gauss(0, 1), 1 + 0.1 * sample.random(), side * (draw.choice((-1, 1)) if flip else 1), sample.gauss(0, 1)]
 
-    return {"scene": LOADER, "batch_statistics": [fetch(random.Random(order.random())) for _ in range(count)],
+    return {"context": LOADER, "batch_statistics": [fetch(random.Random(order.random())) for _ in range(count)],
             "draws": [[fetch(random.Random(image)) for image in range(8)] for _ in range(24)]}
 
 
@@ -420,7 +420,7 @@ def test_a_transform_drawn_once_per_batch_does_not_count_as_many_samples():
         for plain in seeds():
             draw = random.Random(100 * (plain.seed or 0) + draw_seed)
             mixes = [draw.gauss(0, 1) for _ in range(12)]  # one random number for each batch of 64
-            found.append(replace(plain, scene=LOADER, batch_statistics=[[mixes[at // 64], 1.0, 0.0, 0.0] for at in range(12 * 64)]))
+            found.append(replace(plain, context=LOADER, batch_statistics=[[mixes[at // 64], 1.0, 0.0, 0.0] for at in range(12 * 64)]))
         return found
     found = [judge(Effect.RESAMPLED, run(1), run(other)) for other in range(2, 22)]
     assert all("shift" in names(one, passed=True) for one in found)

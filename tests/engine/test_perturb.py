@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from flatout.capture.ledger import Ledger
-from flatout.engine.guard import HALF_SHAKE, SHAKE
+from flatout.engine.guard import HALF_PERTURBATION, PERTURBATION
 from flatout.engine.perturb import perturb
 from flatout.engine.resolution import significant_bits
 
 
-def scene_of(*roots: nn.Module) -> Any:
+def context_of(*roots: nn.Module) -> Any:
     return SimpleNamespace(torch=torch, roots=list(roots), optimizers=[], parameters=[p for root in roots for p in root.parameters()])
 
 
@@ -37,12 +37,12 @@ class Task(nn.Module):
         return y, y.square().mean()
 
 
-@pytest.mark.parametrize(("share", "bits"), [(HALF_SHAKE, 8), (SHAKE, 20)])
+@pytest.mark.parametrize(("share", "bits"), [(HALF_PERTURBATION, 8), (PERTURBATION, 20)])
 def test_outputs_and_gradients_are_rounded_in_every_step_and_weights_and_losses_are_not(share: float, bits: int) -> None:
     torch.manual_seed(0)
     model = Task()
     before = [p.detach().clone() for p in model.parameters()]
-    perturb(scene_of(model), share, Ledger())
+    perturb(context_of(model), share, Ledger())
     for _ in range(2):
         output, loss = model(torch.randn(16, 5))
         assert most_bits(output) == bits
@@ -56,9 +56,9 @@ def test_the_step_is_that_of_the_plain_program_up_to_the_share() -> None:
     model, x = Task(), torch.randn(16, 5)
     plain = torch.autograd.grad(model(x)[1], list(model.parameters()))
     ledger = Ledger()
-    perturb(scene_of(model), HALF_SHAKE, ledger)
+    perturb(context_of(model), HALF_PERTURBATION, ledger)
     rounded = torch.autograd.grad(model(x)[1], list(model.parameters()))
-    assert all(0 < float((a - b).norm() / b.norm()) < 8 * HALF_SHAKE for a, b in zip(rounded, plain, strict=True))
+    assert all(0 < float((a - b).norm() / b.norm()) < 8 * HALF_PERTURBATION for a, b in zip(rounded, plain, strict=True))
     ledger.restore()
     again = torch.autograd.grad(model(x)[1], list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
@@ -67,7 +67,7 @@ def test_the_step_is_that_of_the_plain_program_up_to_the_share() -> None:
 def test_a_layer_that_fails_gets_its_weights_back() -> None:
     model = nn.Linear(5, 7)
     before = model.weight.detach().clone()
-    perturb(scene_of(model), HALF_SHAKE, Ledger())
+    perturb(context_of(model), HALF_PERTURBATION, Ledger())
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.randn(3, 4))
     assert torch.equal(model.weight, before)
@@ -76,12 +76,12 @@ def test_a_layer_that_fails_gets_its_weights_back() -> None:
 def test_layers_with_several_outputs_and_extreme_numbers_are_rounded_too() -> None:
     torch.manual_seed(0)
     model = nn.LSTM(4, 6)
-    perturb(scene_of(model), HALF_SHAKE, Ledger())
+    perturb(context_of(model), HALF_PERTURBATION, Ledger())
     output, (hidden, _) = model(torch.randn(3, 2, 4))
     assert most_bits(output) <= 8
     assert most_bits(hidden) <= 8
     wild = nn.Linear(1, 1, bias=False)
-    perturb(scene_of(wild), HALF_SHAKE, Ledger())
+    perturb(context_of(wild), HALF_PERTURBATION, Ledger())
     assert wild(torch.tensor([[float("inf")]])).isinf().all()
     assert wild(torch.tensor([[float("nan")]])).isnan().all()
 
@@ -89,31 +89,31 @@ def test_layers_with_several_outputs_and_extreme_numbers_are_rounded_too() -> No
 def test_layers_whose_hooks_are_not_called_are_perturbed_once_after_a_step() -> None:
     """As in a script that compiles its step first."""
     model = nn.Linear(5, 7)
-    scene = scene_of(model)
-    scene.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
+    context = context_of(model)
+    context.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
     before = model.weight.detach().clone()
-    perturb(scene, HALF_SHAKE, Ledger())
+    perturb(context, HALF_PERTURBATION, Ledger())
     moved = []
     for _ in range(3):
         nn.functional.linear(torch.randn(3, 5), model.weight, model.bias).square().mean().backward()
-        scene.optimizers[0].step()
+        context.optimizers[0].step()
         moved.append(model.weight.detach().clone())
-    assert 0 < float((moved[0] - before).abs().max()) <= HALF_SHAKE
+    assert 0 < float((moved[0] - before).abs().max()) <= HALF_PERTURBATION
     assert torch.equal(moved[0], moved[2])
     model = nn.Linear(5, 7)
-    scene = scene_of(model)
-    scene.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
+    context = context_of(model)
+    context.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
     before = model.weight.detach().clone()
-    perturb(scene, HALF_SHAKE, Ledger())
+    perturb(context, HALF_PERTURBATION, Ledger())
     model(torch.randn(3, 5)).square().mean().backward()
-    scene.optimizers[0].step()
+    context.optimizers[0].step()
     assert torch.equal(model.weight, before)
 
 
 def test_without_a_layer_the_weights_are_perturbed_once() -> None:
     weights = torch.linspace(1, 2, 64).requires_grad_()
-    scene = SimpleNamespace(torch=torch, roots=[], optimizers=[], parameters=[weights])
+    context = SimpleNamespace(torch=torch, roots=[], optimizers=[], parameters=[weights])
     before = weights.detach().clone()
-    perturb(scene, SHAKE, Ledger())
+    perturb(context, PERTURBATION, Ledger())
     away = (weights.detach() - before).abs() / before
-    assert 0 < float(away.max()) <= 2 * SHAKE
+    assert 0 < float(away.max()) <= 2 * PERTURBATION

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.engine.applier import Applier
 from flatout.engine.replica import StepReplica
 from flatout.levers import TABLE
@@ -30,8 +30,8 @@ class Ear(Listener):
 
     def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> None:
         self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
-        self.scene = Scene(torch, self, Ledger())
-        self.applier = Applier(levers, Facts(cores=2), self.scene)
+        self.context = TrainingContext(torch, self, Ledger())
+        self.applier = Applier(levers, Facts(cores=2), self.context)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
         self.replica: StepReplica | None = None
         self.verdict: dict[str, Any] | None = None
@@ -49,8 +49,8 @@ class Ear(Listener):
             self.replica.optimizer_begin(optimizer)
 
     def step_end(self) -> None:
-        if self.scene.steps == self.start:
-            self.replica = StepReplica(self.scene, self.applier, self.choices, self.step_ms)
+        if self.context.steps == self.start:
+            self.replica = StepReplica(self.context, self.applier, self.choices, self.step_ms)
         elif self.replica is not None and self.replica.captured:
             self.verdict, self.replica = self.replica.judge(bitwise=self.bitwise), None
 
@@ -59,18 +59,18 @@ VALUES: dict[str, Any] = {"threads": 1, "autocast": "bfloat16", "fused_optimizer
 
 
 def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
-    return Lever(name, Moment.STEP, Effect.ROUNDING, lambda facts, scene: Options((True,)), lambda value: "", apply=apply, live=True)
+    return Lever(name, Moment.STEP, Effect.ROUNDING, lambda facts, context: Options((True,)), lambda value: "", apply=apply, live=True)
 
 
 @contextmanager
-def heard(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[Ear]:
-    ear = Ear(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
-    ear.scene.install()
+def observed(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[Ear]:
+    probe = Ear(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
+    probe.context.install()
     try:
-        yield ear
+        yield probe
     finally:
-        ear.scene.rest()
-        ear.scene.ledger.restore()
+        probe.context.rest()
+        probe.context.ledger.restore()
 
 
 class Net(nn.Module):
@@ -104,10 +104,10 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
 
 
 def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> dict[str, Any]:
-    with heard(one, start=start, step_ms=step_ms, bitwise=bitwise) as ear:
+    with observed(one, start=start, step_ms=step_ms, bitwise=bitwise) as probe:
         program()
-    assert ear.verdict is not None
-    return ear.verdict
+    assert probe.verdict is not None
+    return probe.verdict
 
 
 def failed(verdict: dict[str, Any]) -> set[str]:
@@ -157,7 +157,7 @@ def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
 
 
 def test_doing_nothing_passes_with_no_difference() -> None:
-    verdict = judged(lever(lambda scene, value, ledger: ledger.restore))
+    verdict = judged(lever(lambda context, value, ledger: ledger.restore))
     assert not failed(verdict)
     of_halves = {"resolution", "flushed", "bits", "saturated"}
     assert {c["name"] for c in verdict["checks"]} == {"outputs", "gradient", "parameters", "clipping", "update", "buffers", "later gradient", *of_halves,
@@ -165,9 +165,9 @@ def test_doing_nothing_passes_with_no_difference() -> None:
 
 
 def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
         draw = torch.Generator().manual_seed(5)
-        for p in scene.parameters:
+        for p in context.parameters:
             ledger.call("hook", p.register_hook(lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8)).remove)
         return ledger.restore
     assert not failed(judged(lever(apply)))
@@ -177,16 +177,16 @@ def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
 
 
 def gradients(change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)) -> Callable[[Any, Any, Any], Any]:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for p in scene.parameters[at]:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for p in context.parameters[at]:
             ledger.call("hook", p.register_hook(change).remove)
         return ledger.restore
     return apply
 
 
 def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for optimizer in scene.optimizers:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in context.optimizers:
             for held in optimizer.param_groups:
                 for key, setting in settings.items():
                     ledger.set_item(held, key, setting)
@@ -195,27 +195,27 @@ def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for root in scene.roots:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for root in context.roots:
             for key, setting in settings.items():
                 ledger.set(getattr(root, name), key, setting)
         return ledger.restore
     return apply
 
 
-def running_statistics_in_bfloat16(scene: Any, value: Any, ledger: Any) -> Any:
+def running_statistics_in_bfloat16(context: Any, value: Any, ledger: Any) -> Any:
     def rounded(norm: Any, args: Any, output: Any) -> None:
         for held in (norm.running_mean.data, norm.running_var.data):
             held.copy_(held.bfloat16())
 
-    for root in scene.roots:
+    for root in context.roots:
         ledger.call("forward hook", root.norm.register_forward_hook(rounded).remove)
     return ledger.restore
 
 
 def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for optimizer in scene.optimizers:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in context.optimizers:
             calls = [0]
 
             def sometimes(really: Any = optimizer.step, calls: Any = calls) -> None:
@@ -255,7 +255,7 @@ def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> No
 
 
 def test_lost_clipping_fails() -> None:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
         return ledger.restore
     assert failed(judged(lever(apply))) == {"clipping"}
@@ -267,17 +267,17 @@ def test_the_known_bad_of_a_lever_fails(name: str) -> None:
 
 
 def test_lost_momentum_fails() -> None:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for optimizer in scene.optimizers:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in context.optimizers:
             optimizer.state.clear()
         return ledger.restore
     assert "update" in failed(judged(lever(apply), lambda: classify("sgd")))
 
 
 def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for root in scene.roots:
-            scene.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for root in context.roots:
+            context.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
         return ledger.restore
     verdict = judged(lever(apply))
     assert failed(verdict) == {"levers"}
@@ -285,7 +285,7 @@ def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
 
 
 def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
         raise LookupError("nothing to hold on to")
     verdict = judged(lever(apply, "clumsy"))
     assert "clumsy: LookupError: nothing to hold on to" in verdict["checks"][0]["why"]
@@ -325,16 +325,16 @@ def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
 
 def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
     """Changes the output of the root module."""
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
-        for root in scene.roots:
-            scene.wrap_forward(root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger)
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
+        for root in context.roots:
+            context.wrap_forward(root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger)
         return ledger.restore
     return apply
 
 
 def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
     """Replaces log_softmax while a root module runs."""
-    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+    def apply(context: Any, value: Any, ledger: Any) -> Any:
         def wrapper(forward: Any) -> Any:
             def inside(*args: Any, **kwargs: Any) -> Any:
                 really = nn.functional.log_softmax
@@ -344,8 +344,8 @@ def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable
                 finally:
                     nn.functional.log_softmax = really
             return inside
-        for root in scene.roots:
-            scene.wrap_forward(root, wrapper, ledger)
+        for root in context.roots:
+            context.wrap_forward(root, wrapper, ledger)
         return ledger.restore
     return apply
 
@@ -372,10 +372,10 @@ class ShortGradient(torch.autograd.Function):
         return grad - share.where(share < 0.98, 1.0) * total
 
 
-def late_flush(scene: Any, value: Any, ledger: Any) -> Any:
+def late_flush(context: Any, value: Any, ledger: Any) -> Any:
     """From the twelfth update on, small elements of the gradient are zero."""
     updates = [0]
-    for optimizer in scene.optimizers:
+    for optimizer in context.optimizers:
         def counted(really: Any = optimizer.step) -> None:
             updates[0] += 1
             really()
@@ -383,7 +383,7 @@ def late_flush(scene: Any, value: Any, ledger: Any) -> Any:
 
     def flush(g: torch.Tensor) -> torch.Tensor:
         return torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g) if updates[0] >= 12 else g
-    return gradients(flush)(scene, value, ledger)
+    return gradients(flush)(context, value, ledger)
 
 
 @pytest.mark.parametrize("name", ["autocast", "reduced_precision", "threads", "fused_optimizer"])
@@ -476,14 +476,14 @@ class LogSoftmax(nn.Module):
 def test_a_loss_returned_with_the_logits_counts_once() -> None:
     taken: list[torch.Tensor] = []
 
-    def note(scene: Any, value: Any, ledger: Any) -> Any:
-        for p in scene.parameters:
+    def note(context: Any, value: Any, ledger: Any) -> Any:
+        for p in context.parameters:
             ledger.call("hook", p.register_hook(lambda g: taken.append(g.clone())).remove)
         return ledger.restore
 
-    with heard(lever(note)) as ear:
+    with observed(lever(note)) as probe:
         seen = task(beside=True)
-    assert ear.verdict is not None
+    assert probe.verdict is not None
     first = taken[:len(seen[0])]
     assert all(any(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-8) for b in first) for a in seen[START])
 
@@ -493,9 +493,9 @@ def test_a_loss_returned_with_the_logits_counts_once() -> None:
 
 def test_recording_and_judging_change_nothing_in_the_program() -> None:
     alone = classify()
-    with heard(SHELF["channels_last"]) as ear:
+    with observed(SHELF["channels_last"]) as probe:
         together = classify()
-    assert ear.verdict is not None
+    assert probe.verdict is not None
     assert together == alone
 
 
@@ -574,9 +574,9 @@ CALLS = [0]
 @pytest.mark.parametrize(("moves", "one", "fails"), [
     (0.0, "nothing", set()), (0.0, "a little", {"bitwise"}), (1e-6, "nothing", set()), (1e-6, "much", {"gradient", "parameters"})])
 def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves: float, one: str, fails: set[str]) -> None:
-    def apply(scene: Any, value: Any, ledger: Ledger) -> Any:
+    def apply(context: Any, value: Any, ledger: Ledger) -> Any:
         share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
-        handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in scene.parameters]
+        handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in context.parameters]
         return lambda: [handle.remove() for handle in handles]
 
     def program() -> None:
@@ -595,12 +595,12 @@ def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves: float, on
 
 @pytest.mark.parametrize("where", ["forward", "optimizer"])
 def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> None:
-    def apply(scene: Any, value: Any, ledger: Ledger) -> Any:
+    def apply(context: Any, value: Any, ledger: Ledger) -> Any:
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        handles = [each.register_forward_pre_hook(full) for each in scene.roots] if where == "forward" else \
-            [each.register_step_pre_hook(full) for each in scene.optimizers]
+        handles = [each.register_forward_pre_hook(full) for each in context.roots] if where == "forward" else \
+            [each.register_step_pre_hook(full) for each in context.optimizers]
         return lambda: [handle.remove() for handle in handles]
 
     verdict = judged(lever(apply))
@@ -617,7 +617,7 @@ def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:
             (weights - 1).square().sum().backward()
             optimizer.step()
 
-    with heard(SHELF["threads"]) as ear:
+    with observed(SHELF["threads"]) as probe:
         bare()
-    assert ear.verdict is not None
-    assert "no root module of this program" in ear.verdict["failure"]
+    assert probe.verdict is not None
+    assert "no root module of this program" in probe.verdict["failure"]

@@ -1,7 +1,9 @@
-"""Everything that flatout opens, given files that somebody else has made. Each is opened by the public command in a child with 512 MiB and 5 s to spare.
+"""Foreign files for every reader in flatout. The public command opens each in a child with 512 MiB and 5 s to
+spare.
 
-An `Opener` is one kind of file: a sound one, and the command that opens it. `hostile` names files that are bad on purpose, `mutated` makes a bad one of a sound
-one by seed. `opened` says what became of it: how it ended, what it said, whether code of the file ran (a canary), and what it cost.
+An `Opener` is one kind of file: a sound one, and the command that opens it. `hostile` names files that are
+bad on purpose; `mutated` damages a sound one by seed. `opened` returns the outcome: how it ended, its output,
+whether code of the file ran (a canary), and its cost.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
-MOST_BYTES, MOST_S, PATIENCE_S = 512 << 20, 5.0, 60
-RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal as they are
+MOST_BYTES, MOST_S, TIMEOUT_S = 512 << 20, 5.0, 60
+RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal unescaped
 CODES = {0, 1, 2, 3, 4, 7}  # of plan/errors.py
 EVIL = (
     "<script>touch</script>",
@@ -50,7 +52,10 @@ ODD = (None, True, -1, 0, 10**400, 1e308, -1e308, float("nan"), float("inf"), []
 
 @dataclass(frozen=True)
 class Opener:
-    """``name`` is the file's. ``sound`` is its content; ``words`` the command line that opens it, or ``call`` what does so without one."""
+    """``name`` is the file's.
+
+    ``sound`` is its content; ``words`` is the command line that opens it, or ``call`` opens it without one.
+    """
 
     kind: str
     name: str
@@ -78,7 +83,7 @@ class Outcome:
     grew_bytes: int
 
     def wrong(self) -> str:
-        """What must not have happened; "" where nothing did."""
+        """The violation, or "" where there was none."""
         if self.canary:
             return "code of the file ran"
         if self.code < 0:
@@ -106,14 +111,14 @@ def openers() -> dict[str, Opener]:
 
     plan = Plan((Choice("channels_last", True, evidence="1.31x"), Choice("threads", 1), Choice("loader", {"workers": 2})), {"command": "python train.py"})
     session = (TESTS / "render" / "session.json").read_bytes()
-    sight = (TESTS / "diagnose" / "recorded" / "virtual_machine.json").read_bytes()
+    snapshot = (TESTS / "diagnose" / "recorded" / "virtual_machine.json").read_bytes()
     profile = json.dumps(healthy().to_json()).encode()
     log = (
         b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    model(x)\n'
         b"RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)\n"
     )
     script = b"import torch\nmodel = torch.nn.Linear(4, 4)\nfor x in range(9):\n    loss = model(torch.ones(4)).sum()\n    loss.backward()\n"
-    sound = json.loads(sight) if b'"sight"' in sight[:200] else {"sight": json.loads(sight), "checks": []}
+    sound = json.loads(snapshot) if b'"sight"' in snapshot[:200] else {"snapshot": json.loads(snapshot), "checks": []}
     ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
     ceilings = {"schema": 1, "key": "KEY", "ceilings": [{"name": "memory_bytes_per_s", "device": "cpu", "value": 1e10}]}
     return {
@@ -123,7 +128,7 @@ def openers() -> dict[str, Opener]:
             Opener("session", "session.json", session, ("report", "FOLDER")),
             Opener("profile", "profile.json", profile, ("report", "FOLDER")),
             Opener("profile to scale", "profile.json", profile, ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8")),
-            Opener("sight", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
+            Opener("snapshot", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
             Opener("log", "train.log", log, ("explain", "FILE"), json=False),
             Opener("script", "train.py", script, ("check", "FILE"), json=False),
             Opener("ranks", "ranks.json", json.dumps(ranks).encode(), call=_ranks),
@@ -155,7 +160,7 @@ def _tensors() -> bytes:
 
 
 def _ranks(path: Path) -> None:
-    from flatout.cli.dividing import remembered
+    from flatout.cli.rank_plans import remembered
 
     remembered(path, None)
 
@@ -171,7 +176,7 @@ def _ceilings(path: Path) -> None:
 
 
 def _digest(path: Path) -> Any:
-    """Of what is enormous only the length is right: it would take longer than what is tried here."""
+    """For an enormous file only the length is right: its digest would take longer than the test."""
     from flatout.state.disk import Stored, what_is_stored
 
     size = path.stat().st_size
@@ -179,13 +184,15 @@ def _digest(path: Path) -> Any:
 
 
 def _save(path: Path) -> None:
-    """A save whose author has made the digests right. What flatout says of it is said as the command line would."""
+    """A checkpoint whose author has made the digests right. flatout's messages are those of the
+    command line.
+    """
     import torch
 
     from flatout.plan.errors import FlatoutError
-    from flatout.plan.legible import harmless
+    from flatout.plan.sanitize import harmless
+    from flatout.state.checkpoints import CheckpointFolder
     from flatout.state.manifest import Manifest
-    from flatout.state.saves import Saves
 
     folder = path.parent / "saves" / "step-00000007"
     folder.mkdir(parents=True)
@@ -198,7 +205,7 @@ def _save(path: Path) -> None:
         if path.name != "manifest.json":
             about = {each.name: _digest(each) for each in sorted(folder.iterdir()) if each.is_file()}
             (folder / "manifest.json").write_text(Manifest("test", 7, about).to_text())
-        newest, _ = Saves(folder.parent).newest()
+        newest, _ = CheckpointFolder(folder.parent).newest()
         assert newest is not None
         newest.read(torch)
     except FlatoutError as error:
@@ -241,7 +248,7 @@ def _linked(target: str) -> Callable[[Path], None]:
 
 
 def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
-    """By what is bad about each: what puts it in its place."""
+    """Each kind of damage, with the function that puts the file in place."""
     deep, sound = 10**6, opener.sound or b"{}"
     yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
     files: dict[str, bytes | Callable[[], bytes]] = {
@@ -306,14 +313,14 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
         "no right to read": _unreadable(sound),
     }
     if opener.kind in ("state", "tensors"):
-        del made["a terabyte of zeros"]  # its digest takes as long as reading it; that of a real save does too
-    if opener.kind != "log":  # `flatout explain <(command)` is a pipe, and one waits for it
+        del made["a terabyte of zeros"]  # its digest takes as long as reading it; so does that of a real checkpoint
+    if opener.kind != "log":  # `flatout explain <(command)` is a pipe, and reading waits for it
         made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
     if opener.json and opener.sound:
         made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
-        told = json.loads(opener.sound)
-        if "command" in told:  # one value alone is wrong, and that early
-            made["a command that is a number"] = _written(json.dumps({**told, "command": 5}).encode())
+        metadata = json.loads(opener.sound)
+        if "command" in metadata:  # a single value is wrong, and that early
+            made["a command that is a number"] = _written(json.dumps({**metadata, "command": 5}).encode())
     if opener.kind == "tensors":
         heads = {
             "a header of a gigabyte": (1 << 30, b""),
@@ -338,7 +345,7 @@ def _unreadable(data: bytes) -> Callable[[Path], None]:
 
 
 def mutated(opener: Opener, seed: int) -> bytes:
-    """A sound file after some accidents: of its bytes, or of its values where it is JSON."""
+    """A sound file after some damage to its bytes, or to its values where it is JSON."""
     chance = random.Random(f"{opener.kind} {seed}")
     if opener.json and opener.sound and chance.random() < 0.7:
         return _odd(opener, chance, share=chance.choice((0.002, 0.02, 0.1, 0.5)))
@@ -363,7 +370,7 @@ def mutated(opener: Opener, seed: int) -> bytes:
 
 
 def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
-    """The sound JSON with this share of its values replaced, by odd ones or by values of its own."""
+    """The sound JSON with this share of its values replaced by odd ones or by other values of the file."""
     whole = json.loads(opener.sound)
     values: list[Any] = []
 
@@ -388,7 +395,7 @@ def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
 
 
 def warm() -> None:
-    """What the commands import, so that a child costs a fork."""
+    """The imports of the commands, so that a child costs only a fork."""
     import importlib
 
     import torch
@@ -416,7 +423,7 @@ def warm() -> None:
 
 
 def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcome:
-    """In a child of this process, in a folder of its own, where a file called canary would be made."""
+    """Run it in a child of this process, in its own folder, where a file called canary would appear."""
     place = folder / "place"
     place.mkdir()
     path = place / opener.name
@@ -426,7 +433,7 @@ def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcom
     if child == 0:
         os._exit(_child(opener, path, said))
     began, status, used = time.monotonic(), None, None
-    while status is None and time.monotonic() - began < PATIENCE_S:
+    while status is None and time.monotonic() - began < TIMEOUT_S:
         done, ended, usage = os.wait4(child, os.WNOHANG)
         status, used = (ended, usage) if done else (None, None)
         if not done:
@@ -436,11 +443,11 @@ def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcom
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status, used = os.wait4(child, 0)
-    seconds = used.ru_utime + used.ru_stime if time.monotonic() - began < PATIENCE_S else PATIENCE_S  # its own time: the machine has other work
-    told = said.read_bytes() if said.exists() else b""
-    text, _, grew = told.rpartition(b"\ngrew ")
+    seconds = used.ru_utime + used.ru_stime if time.monotonic() - began < TIMEOUT_S else TIMEOUT_S  # its own time: the machine has other work
+    metadata = said.read_bytes() if said.exists() else b""
+    text, _, grew = metadata.rpartition(b"\ngrew ")
     canary = (place / "canary").exists() or (folder / "canary").exists() or (TESTS.parent / "canary").exists()
-    return Outcome(os.waitstatus_to_exitcode(status), (text or told).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
+    return Outcome(os.waitstatus_to_exitcode(status), (text or metadata).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
 
 
 def _worked_s(child: int) -> float:

@@ -1,4 +1,6 @@
-"""Every fault that a training meets, and the tests that inject it: an index for people, held to what is there."""
+"""Every fault of a training, and the tests that inject it: an index for readers, checked against the existing
+tests.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("loop/test_loop_resume.py", ("test_a_signal_ends_it_after_the_step_and_a_checkpoint", "test_the_second_signal_ends_it_at_once")),
         ("cli/test_supervise.py", ("test_signals_reach_the_program_once_and_it_gets_time_to_end",)),
         ("cli/test_rescue.py", ("test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state",))],
-    "a save is cut off, has a flipped bit or a page of zeros, files of another save, an old manifest": [
-        ("state/test_saves.py", ("test_every_accident_is_detected_and_the_previous_checkpoint_used", "test_a_file_that_changes_after_verification_is_not_read")),
+    "a checkpoint is cut off, has a flipped bit or a page of zeros, files of another save, an old manifest": [
+        ("state/test_checkpoints.py", ("test_every_accident_is_detected_and_the_previous_checkpoint_used", "test_a_file_that_changes_after_verification_is_not_read")),
         ("cli/test_rescue.py", ("test_a_damaged_checkpoint_is_named_and_the_previous_one_used",))],
-    "no save can be believed": [("state/test_saves.py", ("test_without_a_valid_checkpoint_training_does_not_start_from_scratch",)),
+    "every checkpoint is corrupt": [("state/test_checkpoints.py", ("test_without_a_valid_checkpoint_training_does_not_start_from_scratch",)),
                                 ("loop/test_loop_resume.py", ("test_invalid_checkpoints",))],
     "the disk is full, or files may not grow": [
         ("state/test_disks.py", ("test_a_file_that_may_not_grow", "test_a_full_disk_and_a_disk_that_becomes_read_only")),
@@ -33,25 +35,25 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "a rank is killed under torchrun": [("cli/test_supervise.py", ("test_a_rank_killed_under_torchrun_resumes_with_the_same_bits",))],
     "a rank stands still": [("cli/test_supervise.py", ("test_the_process_that_blocks_the_waiting_ranks_is_named",))],
     "who has started it is killed": [("cli/test_supervise.py", ("test_nothing_outlives_a_supervisor_that_is_killed",)),
-                                     ("launch/test_gang.py", ("test_whoever_kills_the_launcher_kills_all_of_it",)),
+                                     ("launch/test_local_launcher.py", ("test_whoever_kills_the_launcher_kills_all_of_it",)),
                                      ("launch/test_elastic.py", ("test_no_rank_outlives_an_agent_that_was_killed",))],
     "out of memory, injected at every operator, on one rank of two": [
         ("loop/test_loop_memory.py", ("test_every_operator_of_forward_and_backward", "test_every_operator_of_the_optimizer")),
         ("loop/test_loop_ranks.py", ("test_all_ranks_repeat_the_step_and_learn_the_same",))],
     "out of memory, a real one": [("loop/test_loop_memory.py", ("test_a_real_one_on_the_cpu",))],
     "numbers that are not finite": [("loop/test_loop_resume.py", ("test_an_invalid_model_does_not_overwrite_a_good_one",)),
-                                    ("loop/test_loop_divided.py", ("test_one_invalid_slice_prevents_the_whole_checkpoint",)),
+                                    ("loop/test_loop_sharded.py", ("test_one_invalid_slice_prevents_the_whole_checkpoint",)),
                                     ("loop/test_loop_ranks.py", ("test_an_infinite_gradient_of_one_rank_is_skipped_by_all",)),
                                     ("cli/test_supervise.py", ("test_a_nan_loss_ends_the_program_on_request",))],
-    "clocks that go wrong": [("state/test_saves.py", ("test_order_is_by_step_and_no_clock_matters",))],
-    "two runs in one folder, and the lock of a dead one": [("state/test_saves.py", ("test_one_writer_at_a_time_and_a_killed_one_is_followed",)),
+    "clocks that go wrong": [("state/test_checkpoints.py", ("test_order_is_by_step_and_no_clock_matters",))],
+    "two runs in one folder, and the lock of a dead one": [("state/test_checkpoints.py", ("test_one_writer_at_a_time_and_a_killed_one_is_followed",)),
                                                            ("state/test_disks.py", ("test_another_process_that_took_the_folder_is_not_disturbed",))],
-    "files that are hostile": [("faults/test_hostile_files.py", ("test_what_is_bad_on_purpose", "test_what_accidents_make_of_a_sound_one"))],
+    "files that are hostile": [("faults/test_hostile_files.py", ("test_files_that_are_bad_on_purpose", "test_damaged_files"))],
     "programs that leave in their own way": [("cli/test_run.py", ("test_the_exit_code", "test_a_program_killed_by_a_signal_is_seen_so")),
                                              ("cli/test_supervise.py", ("test_input_output_and_exit_code_are_the_programs_own",))],
     "programs with processes, hooks and handlers of their own": [
         ("capture/test_bootstrap.py", ("test_children_are_reached", "test_loader_workers_are_inert", "test_another_sitecustomize_is_not_hidden")),
-        ("capture/test_signals.py", ("test_a_child_has_the_programs_own_handlers", "test_who_has_taken_the_function_before_us_is_found"))],
+        ("capture/test_signals.py", ("test_a_child_has_the_programs_own_handlers", "test_an_earlier_wrapper_of_the_function_is_found"))],
     "a hundred megabytes of output": [("launch/test_process.py", ("test_a_hundred_megabytes_of_output", "test_output_that_fits_is_whole"))],
     "something is not what it was when it goes on": [
         ("loop/test_loop_resume.py", ("test_differences_are_reported_and_nothing_is_claimed", "test_a_mismatched_checkpoint_is_rejected")),
@@ -64,7 +66,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_it_is_injected_by_tests_that_are_there(fault):
+def test_it_is_injected_by_existing_tests(fault):
     for file, names in FAULTS[fault]:
         found = {node.name for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
         assert found >= set(names), f"{file} has no {set(names) - found}"

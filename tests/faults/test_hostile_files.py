@@ -1,4 +1,7 @@
-"""Files that somebody else has made: none runs code, and each ends with a sentence, within 512 MiB and 5 s. `bench/fuzz.py` opens many more."""
+"""Foreign files: none runs code, and each ends with a clear message, within 512 MiB and 5 s.
+
+`bench/fuzz.py` opens many more.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def warmed():
 
 
 @pytest.mark.parametrize("kind", OPENERS)
-def test_what_is_bad_on_purpose(kind, tmp_path):
+def test_files_that_are_bad_on_purpose(kind, tmp_path):
     opener = OPENERS[kind]
     files = hostile(opener)
     wrong = {}
@@ -55,7 +58,7 @@ def test_what_is_bad_on_purpose(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind, opener in OPENERS.items() if opener.sound])
-def test_what_accidents_make_of_a_sound_one(kind, tmp_path):
+def test_damaged_files(kind, tmp_path):
     opener, wrong = OPENERS[kind], {}
     for seed in range(-1, 4):
         folder = tmp_path / str(seed)
@@ -64,13 +67,15 @@ def test_what_accidents_make_of_a_sound_one(kind, tmp_path):
         outcome = opened(opener, lambda path, data=data: path.write_bytes(data) and None, folder)
         if why := outcome.wrong():
             wrong[seed] = why
-        if seed < 0:  # the sound one is really read: else all of this would show nothing
+        if seed < 0:  # the sound one is really read; otherwise the tests would show nothing
             assert outcome.code in (0, 1), outcome
     assert wrong == {}
 
 
-def test_the_harness_sees_what_it_looks_for(tmp_path):
-    """A reader that runs code, one that hangs, one that eats memory, one that raises: each is called wrong."""
+def test_the_harness_detects_violations(tmp_path):
+    """A reader that runs code, one that hangs, one that uses too much memory and one that raises are each
+    called wrong.
+    """
     from dataclasses import replace
 
     def eats(path: Path) -> None:
@@ -91,4 +96,4 @@ def test_the_harness_sees_what_it_looks_for(tmp_path):
 
 
 def test_there_are_at_least_two_hundred():
-    assert sum(len(hostile(OPENERS[kind])) for kind in ("plan", "sight", "log", "tensors")) >= 200
+    assert sum(len(hostile(OPENERS[kind])) for kind in ("plan", "snapshot", "log", "tensors")) >= 200

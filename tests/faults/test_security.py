@@ -1,4 +1,4 @@
-"""Whose files count, what is kept of secrets, where nothing goes, and what the source never holds."""
+"""Whose files count, what is kept of secrets, where nothing is sent, and what the source never contains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can g
 NOBODY = 65534
 
 
-# -- what the source never holds ----------------------------------------------------------------------------------------
+# -- what the source never contains ------------------------------------------------------------------------------------
 
 RUNS_WHAT_IT_READS = re.compile(
     r"^(?:(?:c?pickle|_pickle|dill|cloudpickle|joblib|marshal|shelve|jsonpickle)\b.*|torch\.(?:load|jit\.load|export\.load|package\..*|distributed\.checkpoint\..*)|yaml\..*load\w*"
@@ -44,7 +44,7 @@ def code_runners(source: str) -> list[str]:
     return found
 
 
-def test_nothing_unpickles_evaluates_or_asks_a_shell():
+def test_nothing_unpickles_evaluates_or_runs_a_shell():
     assert {str(path): found for path in HOME.rglob("*.py") if (found := code_runners(path.read_text(encoding="utf-8")))} == {}
     for line in (
         "import pickle",
@@ -120,16 +120,19 @@ sys.addaudithook(heard)
 
 
 @pytest.mark.timeout(200)
-def test_a_measured_program_leaves_no_secret_and_asks_no_network(flatout, script):
-    """One `flatout profile` with secrets on its command line and a home of its own: what is written and shown, where its processes connect to, who may read."""
+def test_a_measured_program_leaves_no_secret_and_uses_no_network(flatout, script):
+    """One `flatout profile` with secrets on its command line and its own home.
+
+    It checks the written and shown text, the connections of its processes, and who may read the files.
+    """
     pytest.importorskip("torch", reason="not run: there is no torch here")
     script(PROGRAM)
     (flatout.folder / "watch").mkdir()
     (flatout.folder / "watch" / "sitecustomize.py").write_text(WATCH)
-    heard = flatout.folder / "heard"
+    observed = flatout.folder / "observed"
     environment = {
         "PYTHONPATH": str(flatout.folder / "watch"),
-        "HEARD": str(heard),
+        "OBSERVED": str(observed),
         "HOME": str(flatout.folder),
         "MY_API_TOKEN": "FROMENVIRONMENT",
         "TMPDIR": "/tmp",
@@ -152,8 +155,8 @@ def test_a_measured_program_leaves_no_secret_and_asks_no_network(flatout, script
     page = (job / "profile.html").read_text()
     assert f"{flatout.folder}/" not in page
     assert "default-src 'none'" in page
-    asked = [json.loads(line) for line in heard.read_text().splitlines()]
-    assert any("flatout-" in place for _, place in asked)  # the wire between a trial and its parent: the ear hears
+    asked = [json.loads(line) for line in observed.read_text().splitlines()]
+    assert any("flatout-" in place for _, place in asked)  # the connection between a trial and its parent
     assert [each for each in asked if "flatout-" not in each[1]] == []
 
 
@@ -161,7 +164,7 @@ def test_a_measured_program_leaves_no_secret_and_asks_no_network(flatout, script
 
 
 @IS_ROOT
-def test_a_plan_that_somebody_else_has_laid_there_is_not_used(flatout, script):
+def test_a_plan_of_another_user_is_not_used(flatout, script):
     (flatout.folder / "train.py").write_text("print('trained')\n")
     plan = flatout.folder / "flatout.toml"
     plan.write_text("[levers]\ngc_pause = true\n")
@@ -175,7 +178,7 @@ def test_a_plan_that_somebody_else_has_laid_there_is_not_used(flatout, script):
         assert f"--plan {plan.name} uses it anyway" in done.said[0]
     os.chown(plan, NOBODY, NOBODY)
     plan.chmod(0o644)
-    os.chown(flatout.folder / "train.py", NOBODY, NOBODY)  # whoever owns the script can have anything done anyway
+    os.chown(flatout.folder / "train.py", NOBODY, NOBODY)  # the owner of the script can do anything anyway
     assert "belongs to" not in flatout("run", "train.py").err
 
 
@@ -188,7 +191,7 @@ def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
     os.chown(job, NOBODY, NOBODY)
     with pytest.raises(StorageError, match=r"it belongs to the user .* Name another folder with --job"):
         JobFolder(job).make()
-    os.chown(tmp_path / "project", NOBODY, NOBODY)  # in a container one is root among files of the person outside
+    os.chown(tmp_path / "project", NOBODY, NOBODY)  # in a container the user is root among files of the user outside
     JobFolder(job).make()
     place = tmp_path / "flatout-ranks-guessed"
     place.mkdir()
@@ -211,7 +214,7 @@ def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
 
 @IS_ROOT
 def test_compiled_code_of_others_is_not_loaded(tmp_path, monkeypatch):
-    """Where torch and Triton would look without being told: only what is the person's own stays."""
+    """The places where torch and Triton look by default: only the user's own files are used."""
     import tempfile
 
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -222,7 +225,7 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path, monkeypatch):
     usual = Path(default_cache_dir())
     assert usual.parent == tmp_path
     usual.mkdir(mode=0o755)
-    assert private_caches(environment) == ({}, [])  # warm, and ours
+    assert private_caches(environment) == ({}, [])  # warm, and flatout's own
     os.chown(usual, NOBODY, NOBODY)
     found, (said,) = private_caches(environment)
     own = Path(found["TORCHINDUCTOR_CACHE_DIR"])
@@ -230,7 +233,7 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path, monkeypatch):
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert "it belongs to" in said
     assert str(usual) in said
-    assert private_caches({**environment, "TORCHINDUCTOR_CACHE_DIR": str(usual)}) == ({}, [])  # the person's own word
+    assert private_caches({**environment, "TORCHINDUCTOR_CACHE_DIR": str(usual)}) == ({}, [])  # the user's own choice
     os.chown(usual, 0, 0)
     for mode in (0o777, 0o775):
         usual.chmod(mode)
@@ -241,10 +244,10 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path, monkeypatch):
     assert set(private_caches(environment)[0]) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
-def test_what_is_not_there_is_trusted_and_what_is_ours_too(tmp_path):
+def test_missing_files_and_our_own_are_trusted(tmp_path):
     assert distrusted(tmp_path / "nothing") == ""
     assert distrusted(tmp_path) == ""
-    assert distrusted("/tmp") == ""  # everybody may write into it, and nobody may take away what is another's
+    assert distrusted("/tmp") == ""  # everybody may write into it, and nobody may remove another user's files
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     assert distrusted(tmp_path / "open") == "anyone can write to it"

@@ -1,4 +1,6 @@
-"""The gates of all our kernels, once: one child for all of them, the emulator's libraries compiled two at a time."""
+"""The gates of all kernels, run once: one child for all of them, with the emulator's libraries compiled two
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ for name in sys.argv[2:]:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """The folder of the emulator's libraries, and what their compiler had against each."""
+    """The folder of the emulator's libraries, and the compiler's messages for each."""
     pytest.importorskip("torch")
     from flatout.kernels import load
 
@@ -37,7 +39,7 @@ def emulated(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gates(emulated, tmp_path_factory):
-    """By kernel: its checks' outcomes by name."""
+    """The outcomes of each kernel's checks, by name."""
     records = tmp_path_factory.mktemp("records")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "FLATOUT_EMULATED": str(emulated[0]), "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = run_child([sys.executable, "-c", ALL, str(records), *NAMES], environment, LIMIT_S)

@@ -1,4 +1,6 @@
-"""Attention that is written by hand: in every common way of writing it is computed by the fused kernel, and whoever looks sees what was written."""
+"""Hand-written attention: the fused kernel computes every common form of it, and any code that reads the
+result sees the written computation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def split(q, k, v):
     return (each.transpose(1, 2) for each in (q, k, v))
 
 
-# -- ways of writing: q, k, v [B, T, H, D] to [B, T, H, D] -----------------------------------------------------------------
+# -- forms: q, k, v [B, T, H, D] to [B, T, H, D] ----------------------------------------------------------------------------
 
 
 def nanogpt(q, k, v):
@@ -163,7 +165,7 @@ def two_masks(q, k, v):
 
 
 def windows(q, k, v):
-    """As in windowed attention: a bias of each head, and by way of a view a mask of each window."""
+    """As in windowed attention: a bias of each head and, through a view, a mask of each window."""
     def windows_of(x):
         return torch.stack([x, x.flip(1), 2 * x], 1).reshape(3 * B, T, H, D).transpose(1, 2)
 
@@ -216,9 +218,11 @@ def assert_near(ours, right, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_way_of_writing(name):
-    """The same values and gradients, the strides of the plain result, and one fused kernel for each; again when the masks are known."""
-    plain, watch = run(WAYS[name]), deferred.Watch()
+def test_a_form(name):
+    """The values and gradients are the same, with the strides of the plain result and one fused kernel each;
+    again when the masks are known.
+    """
+    plain, watch = run(WAYS[name]), deferred.AttentionMode()
     for _ in range(4):
         before = deferred.COUNT[0]
         ours = run(WAYS[name], watch=watch)
@@ -230,7 +234,7 @@ def test_a_way_of_writing(name):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_way_of_writing_in_a_graph(name):
+def test_a_form_in_a_graph(name):
     counts = []
 
     def backend(graph, inputs):
@@ -248,10 +252,10 @@ def test_a_way_of_writing_in_a_graph(name):
 @pytest.mark.parametrize("name", ["nanogpt", "llama", "upcast", "bert", "einsum_spaces", "fairseq"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_half_precision(name, autocast):
-    """In the type of the plain products: its errors against float32 are those of the plain program."""
+    """In the dtype of the plain products, its errors against float32 are those of the plain program."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         dtype = torch.float32 if autocast else torch.bfloat16
-        watch, before = deferred.Watch(), deferred.COUNT[0]
+        watch, before = deferred.AttentionMode(), deferred.COUNT[0]
         ours, plain = run(WAYS[name], dtype, watch), run(WAYS[name], dtype)
     assert deferred.COUNT[0] == before + 1
     assert [each.dtype for each in ours] == [each.dtype for each in plain]
@@ -281,7 +285,9 @@ SPELLED = {
 @given(st.fixed_dictionaries({part: st.sampled_from(sorted(ways)) for part, ways in SPELLED.items()}), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9),
        st.integers(1, 9), st.integers(1, 5), st.integers(0, 99), st.sampled_from([(0, 1), (1, 1), (1, 0), (2, 1)]))
 def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, seed, axes):
-    """A law: outputs and gradients are those of the plain program up to rounding, also in rows that are masked altogether."""
+    """Outputs and gradients are those of the plain program up to rounding, also in rows that are masked
+    completely.
+    """
     spelled = {part: SPELLED[part][name] for part, name in ways.items()}
     shape = {(0, 1): (rows, columns), (1, 1): (batch, 1, rows, columns), (1, 0): (batch, 1, 1, columns), (2, 1): (batch, heads, rows, columns)}[axes]
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4  # some rows keep nothing
@@ -291,22 +297,22 @@ def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, se
         return spelled["values"](spelled["dropout"](spelled["softmax"](spelled["mask"](scores, keep))), v)
 
     tensors = (made(seed, batch, heads, rows, width), made(seed + 1, batch, heads, columns, width), made(seed + 2, batch, heads, columns, width))
-    watch, before = deferred.Watch(), deferred.COUNT[0]
+    watch, before = deferred.AttentionMode(), deferred.COUNT[0]
     ours = run(program, watch=watch, tensors=tensors)
     assert deferred.COUNT[0] == before + 1
-    # In float32 a score of a few, beside -10,000, has three digits after the point.
+    # In float32 a score of a few, next to -10,000, has three digits after the point.
     right = run(program, torch.float32 if "large" in ways["mask"] else torch.float64, tensors=tensors)
     assert ours[0].stride() == program(*tensors).stride()
     assert_near(ours, right, tolerance=1e-2 if ways["mask"] == "added large" else 1e-5)
 
 
-# -- whoever looks sees what was written ------------------------------------------------------------------------------------
+# -- any code that reads a tensor sees the written computation ---------------------------------------------------------------
 
 X = made(6, B, T, 8)
 
 
 class Own(torch.autograd.Function):
-    """A softmax of the script's own, which takes tensors as they come."""
+    """The script's own softmax, which takes any tensors."""
 
     @staticmethod
     def forward(ctx, scores):
@@ -405,7 +411,8 @@ def in_two_places(q, k, v):
     return weights @ v + weights @ v.flip(1), weights.sum()
 
 
-# A program from q, k, v [B, T, 8] to outputs and something of the weights, and how many fused kernels it may use.
+# A program from q, k, v [B, T, 8] to outputs and a function of the weights, and its allowed number of fused
+# kernels.
 LOOKS = {
     "nothing": (1, lambda q, k, v: ((q @ k.mT).softmax(-1) @ v, v)), "late": (1, looked_at_late), "by index": (0, changed_by_index),
     "through a view": (0, changed_through_a_view), "in place, later": (0, changed_in_place_later),
@@ -443,11 +450,11 @@ def looked(program, watch=None):
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_program_sees_what_it_would_have_seen(name):
-    """Bit for bit, where nothing was fused, outputs and gradients as well."""
+def test_a_program_sees_the_plain_values(name):
+    """Bit for bit where nothing was fused, outputs and gradients as well."""
     fused, program = LOOKS[name]
     seen, plain, _ = looked(program)
-    mine, ours, count = looked(program, deferred.Watch())
+    mine, ours, count = looked(program, deferred.AttentionMode())
     assert count == fused
     assert type(mine) is torch.Tensor
     assert torch.equal(mine, seen)
@@ -457,7 +464,7 @@ def test_a_program_sees_what_it_would_have_seen(name):
 
 def test_weights_of_half_precision_are_those_of_autocast_wherever_they_are_read():
     seen, plain, _ = looked(of_half_precision)
-    mine, ours, count = looked(of_half_precision, deferred.Watch())
+    mine, ours, count = looked(of_half_precision, deferred.AttentionMode())
     assert count == 1
     assert mine.dtype is seen.dtype
     assert torch.equal(mine, seen)
@@ -478,8 +485,9 @@ STEPS = {
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.lists(st.integers(0, 5), max_size=2))
 def test_any_chain_of_operators(chain, looks):
-    """A law: outputs and every tensor on the way are the plain program's, bit for bit, whichever of them somebody looks at; gradients are added in
-    the order in which operators were called, so they are the same up to rounding.
+    """Outputs and every intermediate tensor are the plain program's, bit for bit, whichever are read.
+
+    Gradients are summed in the order of the operator calls, so they agree up to rounding.
     """
     def program(q, k, v):
         scores, way = q @ k.mT, []
@@ -493,30 +501,30 @@ def test_any_chain_of_operators(chain, looks):
         seen, plain, _ = looked(program)
     except RuntimeError as error:
         with pytest.raises(RuntimeError, match=re.escape(str(error)[:60])):  # changed in place where a gradient needs it
-            looked(program, deferred.Watch())
+            looked(program, deferred.AttentionMode())
         return
-    mine, ours, fused = looked(program, deferred.Watch())
+    mine, ours, fused = looked(program, deferred.AttentionMode())
     assert torch.equal(mine, seen) or (mine.isnan().equal(seen.isnan()) and mine.isnan().any())
     assert fused or ours[0].nan_to_num().equal(plain[0].nan_to_num())
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-# -- what it is made of, what is kept, and what is left alone ---------------------------------------------------------------
+# -- composition, caching, and code left alone ---------------------------------------------------------------------------------
 
 class Fused(torch.utils._python_dispatch.TorchDispatchMode):
-    """Hears which attentions are asked for: causal, with a mask, or neither."""
+    """Records the requested kinds of attention: causal, with a mask, or neither."""
 
     def __init__(self):
         super().__init__()
-        self.heard = []
+        self.observed = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function.name(), kwargs or {}
         if "attention" in name and "backward" not in name:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None)
             causal = kwargs.get("is_causal", any(each is True for each in args))
-            self.heard.append("causal" if causal else "whole" if mask is None else "masked")
+            self.observed.append("causal" if causal else "whole" if mask is None else "masked")
         return function(*args, **kwargs)
 
 
@@ -525,35 +533,38 @@ def masked_by(mask):
 
 
 def test_a_causal_mask_that_stays_is_read_once():
-    """A buffer is known from the third step on, and a mask that is made anew, or changed in place, is not taken for an old one."""
-    watch, mask = deferred.Watch(), torch.ones(T, T).tril()
-    heard = []
+    """A buffer is known from the third step on.
+
+    A mask that is recreated, or changed in place, is not taken for an old one.
+    """
+    watch, mask = deferred.AttentionMode(), torch.ones(T, T).tril()
+    observed = []
     for step in range(7):
         if step == 5:
             mask[0, 1] = 1.0
         with Fused() as fused:
             _, ours, _ = looked(masked_by(mask), watch)
         assert torch.allclose(ours[0], looked(masked_by(mask))[1][0], atol=1e-5)
-        heard += fused.heard
+        observed += fused.observed
         watch.step()
-    assert heard == ["masked", "masked", "causal", "causal", "causal", "masked", "masked"]
-    fresh = deferred.Watch()
+    assert observed == ["masked", "masked", "causal", "causal", "causal", "masked", "masked"]
+    fresh = deferred.AttentionMode()
     for step in range(4):
         with Fused() as fused:
             looked(masked_by(torch.rand(T, T, generator=torch.Generator().manual_seed(step)) > 0.5), fresh)
-        assert fused.heard == ["masked"]
+        assert fused.observed == ["masked"]
         fresh.step()
 
 
 @pytest.mark.parametrize("mask", [torch.ones(T, T).triu(), torch.ones(T, T).tril(1), torch.ones(T, T).tril(-1), torch.ones(1, T)],
                          ids=["upper", "one more", "one less", "all"])
 def test_a_mask_that_is_not_causal_is_not_taken_for_one(mask):
-    watch = deferred.Watch()
+    watch = deferred.AttentionMode()
     for _ in range(4):
         with Fused() as fused:
             _, ours, count = looked(masked_by(mask), watch)
         assert count == 1
-        assert fused.heard == ["masked"]
+        assert fused.observed == ["masked"]
         for a, b in zip(ours, looked(masked_by(mask))[1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
         watch.step()
@@ -574,7 +585,7 @@ def test_masks_that_a_graph_makes_of_numbers_are_read_before_it_is_compiled():
         assert f"is_causal: {causal}" in graphs[-1]
 
 
-def test_weights_in_a_graph_that_something_else_uses_are_left_alone():
+def test_weights_in_a_graph_with_another_use_are_left_alone():
     def backend(graph, inputs):
         assert rewrite(graph.graph) == 0
         return graph
@@ -605,14 +616,14 @@ def test_attention_around_which_something_is_changed_in_place_stays_in_its_graph
 
 def test_products_that_are_no_attention_are_left_alone_after_some_steps():
     for name in ("no softmax", "by index"):
-        watch = deferred.Watch()
+        watch = deferred.AttentionMode()
         for step in range(8):
             assert watch.idle <= (step >= 3)
             looked(LOOKS[name][1], watch)
             watch.step()
         assert watch.idle
-    sometimes = deferred.Watch()
-    for step in range(9):  # looked at in two of them: no reason to give it up
+    sometimes = deferred.AttentionMode()
+    for step in range(9):  # read in two of them: no reason to stop fusing
         assert looked(LOOKS["entropy" if step in (2, 5) else "nothing"][1], sometimes)[2] == 1
         sometimes.step()
 
@@ -636,9 +647,9 @@ def test_weights_that_nn_multihead_attention_returns(average):
         return weights, [out, x.grad, *(p.grad.clone() for p in layer.parameters())], deferred.COUNT[0] - before
 
     weights, plain, _ = go()
-    mine, ours, count = go(deferred.Watch())
+    mine, ours, count = go(deferred.AttentionMode())
     assert count == 1
-    assert isinstance(mine, deferred.Deferred)
+    assert isinstance(mine, deferred.DeferredScores)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert torch.equal(mine.detach() + 0, weights)
@@ -653,7 +664,7 @@ def test_inside_a_checkpoint(reentrant):
         with watch.forward():
             return attention(q * 1, k * 1, v)
 
-    watch = deferred.Watch()
+    watch = deferred.AttentionMode()
     plain = looked(lambda q, k, v: (attention(q, k, v), v))[1]
     for _ in range(4):
         ours, count = looked(lambda q, k, v: (checkpoint(watched, q, k, v, use_reentrant=reentrant), v))[1:]
@@ -664,9 +675,9 @@ def test_inside_a_checkpoint(reentrant):
 
 
 def test_weights_are_those_of_the_weights_before_a_step():
-    """A parameter that scores are made of directly changes in a step, so such scores do not wait."""
+    """A parameter that scores are made of directly changes in a step, so such scores are computed at once."""
     queries, k = nn.Parameter(made(1, T, 8)), made(2, B, T, 8)
-    optimizer, watch = torch.optim.SGD([queries], lr=1.0), deferred.Watch()
+    optimizer, watch = torch.optim.SGD([queries], lr=1.0), deferred.AttentionMode()
     with watch.forward():
         direct = (queries @ k.mT).softmax(-1)
         through = ((queries * 1) @ k.mT).softmax(-1)
@@ -675,12 +686,12 @@ def test_weights_are_those_of_the_weights_before_a_step():
     out.sum().backward()
     optimizer.step()
     assert type(direct) is torch.Tensor
-    assert isinstance(through, deferred.Deferred)
+    assert isinstance(through, deferred.DeferredScores)
     assert torch.equal(through.detach() + 0, plain)
 
 
-def test_what_was_changed_in_place_is_an_error_and_no_wrong_number():
-    bias, watch = torch.zeros(T, T), deferred.Watch()
+def test_a_change_in_place_is_an_error_and_no_wrong_number():
+    bias, watch = torch.zeros(T, T), deferred.AttentionMode()
     q = made(1, B, T, 8).requires_grad_() * 1
     with watch.forward():
         weights = (q @ q.mT + bias).softmax(-1)
@@ -691,13 +702,13 @@ def test_what_was_changed_in_place_is_an_error_and_no_wrong_number():
         weights @ q
 
 
-def test_what_needs_memory_gets_it():
+def test_operations_that_need_memory_get_it():
     q = made(1, B, T, 8)
-    watch = deferred.Watch()
+    watch = deferred.AttentionMode()
     with watch.forward():
         weights = (q @ q.mT).softmax(-1)
     plain = (q @ q.mT).softmax(-1)
-    assert isinstance(weights, deferred.Deferred)
+    assert isinstance(weights, deferred.DeferredScores)
     assert (weights.shape, weights.stride(), weights.dtype, weights.requires_grad, len(weights)) == (plain.shape, plain.stride(), plain.dtype, False, B)
     saved = io.BytesIO()
     torch.save(weights, saved)
@@ -710,7 +721,7 @@ def test_what_needs_memory_gets_it():
 
 
 def test_transforms_of_torch_func_see_the_plain_operators():
-    watch = deferred.Watch()
+    watch = deferred.AttentionMode()
 
     def loss(q, k, v):
         with watch.forward():
@@ -725,8 +736,8 @@ def test_transforms_of_torch_func_see_the_plain_operators():
 
 @pytest.mark.parametrize("fill", [-math.inf, -1e9, LOWEST])
 @pytest.mark.parametrize("added", [None, "before", "after"])
-def test_rows_that_are_masked_altogether_stay_what_they_were(fill, added):
-    """Not a number where the fill is minus infinity, evenly spread otherwise, and no gradient more or less than before."""
+def test_fully_masked_rows_keep_their_values(fill, added):
+    """NaN where the fill is minus infinity, evenly spread otherwise, with exactly the same gradients."""
     keep = torch.ones(1, 1, T, S, dtype=torch.bool).tril()
     keep[..., 2, :] = False
     bias = made(7, 1, H, T, S)
@@ -739,7 +750,7 @@ def test_rows_that_are_masked_altogether_stay_what_they_were(fill, added):
         scores = scores + bias if added == "after" else scores
         return (scores.softmax(-1) @ v).transpose(1, 2)
 
-    watch, before = deferred.Watch(), deferred.COUNT[0]
+    watch, before = deferred.AttentionMode(), deferred.COUNT[0]
     ours, plain = run(program, watch=watch), run(program)
     assert deferred.COUNT[0] == before + 1
     assert plain[0][:, 2].isnan().all() == (fill == -math.inf)

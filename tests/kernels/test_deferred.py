@@ -1,4 +1,4 @@
-"""Logits that wait until somebody looks: whatever a program does with them, values and gradients are those of the plain layer."""
+"""Deferred logits: whatever a program does with them, values and gradients are those of the plain layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kept_gradient(logits):
     return loss + logits.grad.sum() * 0
 
 
-# How many losses are taken without the logits, and the program.
+# The number of losses taken without the logits, and the program.
 PROGRAMS = {
     "view": (1, loss_of), "reshape": (1, lambda z: F.cross_entropy(z.reshape(-1, V), T.view(-1))),
     "flatten": (1, lambda z: F.cross_entropy(z.flatten(0, 1), T.flatten(), label_smoothing=0.1)),
@@ -99,7 +99,7 @@ def assert_near(ours, plain, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_sees_what_it_would_have_seen(name):
+def test_a_program_sees_the_plain_values(name):
     taken, program = PROGRAMS[name]
     plain, _ = run(F.linear, program)
     ours, count = run(deferred.linear, program)
@@ -109,7 +109,7 @@ def test_a_program_sees_what_it_would_have_seen(name):
 
 @given(st.lists(st.sampled_from(["view", "slice", "clone", "float", "select", "alias", "double", "mul_", "add", "permute"]), max_size=5), st.booleans())
 def test_any_chain_of_operations(chain, ask_in_between):
-    """A law: whatever way the logits go to a loss, it is the plain one."""
+    """Whatever path the logits take to a loss, it is the plain loss."""
     def program(z):
         for step in chain:
             z = {"view": lambda z: z.reshape(-1, V), "slice": lambda z: z[1:] if len(z) > 1 else z, "clone": lambda z: z.clone(), "float": lambda z: z.float(),
@@ -150,7 +150,7 @@ def test_in_half_precision_and_inside_a_checkpoint():
 
 
 def trained(layer, look):
-    """Three steps of SGD; what ``look`` sees of each step's logits after the weights have changed."""
+    """Three steps of SGD, and what ``look`` reads from each step's logits after the weights have changed."""
     model = torch.nn.Linear(8, V)
     model.load_state_dict({"weight": W, "bias": B})
     optimizer, seen, held = torch.optim.SGD(model.parameters(), lr=0.5), [], []
@@ -171,7 +171,7 @@ def trained(layer, look):
      lambda logits, seen, held: seen.append(torch.tensor(logits.tolist()))],
     ids=["at once", "collected", "never", "as a list"],
 )
-def test_logits_that_are_looked_at_late_are_those_of_the_old_weights(look):
+def test_logits_that_are_read_late_are_those_of_the_old_weights(look):
     before = deferred.COUNT[0]
     ours = trained(deferred.linear, look)
     assert deferred.COUNT[0] == before + 3
@@ -179,8 +179,8 @@ def test_logits_that_are_looked_at_late_are_those_of_the_old_weights(look):
         torch.testing.assert_close(a, b)
 
 
-def test_weights_that_change_behind_an_optimizers_back():
-    """Neither the old values nor a silent mistake: an error that says so."""
+def test_weights_that_change_without_the_optimizer():
+    """The result is neither the old values nor a silent mistake, but a clear error."""
     w = W.clone().requires_grad_()
     logits = deferred.linear(X, w)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_weights_that_change_behind_an_optimizers_back():
         logits.sum()
 
 
-def test_what_needs_memory_gets_it():
+def test_operations_that_need_memory_get_it():
     w = W.clone().requires_grad_()
     logits, plain = deferred.linear(X, w), F.linear(X, w)
     saved = io.BytesIO()

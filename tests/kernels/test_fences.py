@@ -1,4 +1,4 @@
-"""Memory that cannot be overstepped, and the emulator: one element too far ends the process."""
+"""Fenced memory and the emulator: an access one element too far ends the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.launch.compiler import emulate, nvcc  # noqa: E402
 
 
 def end_of(act):
-    """The name of the signal that ends a copy of this process when it acts, or nothing."""
+    """The name of the signal that ends a copy of this process, or nothing."""
     copy = os.fork()
     if not copy:
         faulthandler.disable()
@@ -44,7 +44,7 @@ def test_one_element_too_far(at_end, at, dies):
     assert end_of(lambda: ctypes.string_at(tensor.data_ptr() + at * 2, 2)) == ("SIGSEGV" if dies else "")
 
 
-def test_what_a_function_allocates_is_fenced_and_poisoned():
+def test_allocations_of_a_function_are_fenced_and_poisoned():
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
@@ -86,7 +86,7 @@ def source(tmp_path_factory):
     return made
 
 
-def test_the_emulator_runs_what_is_right_and_ends_what_is_not(source, monkeypatch):
+def test_the_emulator_runs_right_kernels_and_ends_wrong_ones(source, monkeypatch):
     monkeypatch.setenv("FLATOUT_EMULATED", str(source.path.parent))
     x, y = torch.arange(64.0), torch.zeros(64)
     source.launch("reversed", (1,), 64, (x, y, 64), x.device, shared_bytes=256)
@@ -116,10 +116,10 @@ def test_without_a_gpu_and_without_a_library(source, monkeypatch):
     monkeypatch.delenv("FLATOUT_EMULATED", raising=False)
     with pytest.raises(CudaUnavailable, match=r"faults\.cu needs a CUDA GPU"):
         source.launch("total", (1,), 64, (torch.zeros(64), torch.zeros(64), 64), torch.device("cpu"))
-    source.launch("total", (0,), 64, (), torch.device("cpu"))  # nothing to do needs nothing
+    source.launch("total", (0,), 64, (), torch.device("cpu"))  # no work needs no GPU
 
 
-def test_the_compilers_words(tmp_path):
+def test_the_compilers_messages(tmp_path):
     path = tmp_path / "broken.cu"
     path.write_text('#include "flatout.cuh"\nextern "C" __global__ void f(float* x) { x[0] = undefined_name; }\n')
     if torch.version.cuda:
@@ -131,6 +131,6 @@ def test_the_compilers_words(tmp_path):
 
 
 def test_nvcc_takes_ours(source):
-    """Where there is an nvcc: the same text, for both targets."""
+    """Where nvcc is installed: the same text, for both targets."""
     for target in ("sm_80", "sm_90a"):
         assert nvcc(source.path, target) in ("", None)

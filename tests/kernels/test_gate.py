@@ -1,4 +1,4 @@
-"""The gate itself: what it must refuse, shown by kernels with one fault each."""
+"""The gate itself: its rejections, shown by kernels with one fault each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_fault_is_seen(call, check, says):
     assert says in found.why
 
 
-def test_near_is_not_enough_where_bits_are_promised():
+def test_approximate_results_fail_where_bits_are_promised():
     near = with_call(lambda x: x * 2 + x * 1e-7, exact=True)
     assert outcome(replace(near, exact=False), "double: values").status == "ok"
     assert "bit for bit" in outcome(near, "double: values").why
@@ -84,11 +84,11 @@ def test_a_gate_that_lets_a_wrong_variant_pass_has_failed():
     assert raising.status == "failed"  # an exception shows nothing about the bounds
 
 
-def test_no_wrong_variant_is_said():
+def test_a_missing_wrong_variant_is_reported():
     assert outcome(replace(GOOD, wrong={}), "rejects wrong variants").status == "not run"
 
 
-def test_what_is_registered_wrongly_is_seen():
+def test_a_wrong_registration_is_detected():
     def function(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -103,7 +103,7 @@ def test_what_is_registered_wrongly_is_seen():
     assert "no case calls" in unused.why
 
 
-# -- naming what is to be checked -----------------------------------------------------------------------------------
+# -- naming the kernel to check ----------------------------------------------------------------------------------------
 
 
 def test_a_function_beside_its_reference(tmp_path):
@@ -127,7 +127,7 @@ def test_a_function_beside_its_reference(tmp_path):
         ("import nothing_of_this_name", "f", "cannot be imported: ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_checked_is_said(tmp_path, source, name, says):
+def test_unsupported_checks_are_explained(tmp_path, source, name, says):
     path = tmp_path / f"subject_{abs(hash((source, name)))}.py"
     path.write_text(source)
     with pytest.raises(SubjectError) as error:
@@ -135,7 +135,7 @@ def test_what_cannot_be_checked_is_said(tmp_path, source, name, says):
     assert says in str(error.value)
 
 
-def test_a_name_that_is_nothing():
+def test_an_unknown_name():
     with pytest.raises(SubjectError, match="The built-in kernels are layer_norm"):
         find("layernorm")
     with pytest.raises(SubjectError, match="Check the path"):

@@ -1,4 +1,4 @@
-"""The bound of an error: what one rounding does passes, what a mistake does not."""
+"""The error bound: one rounding passes, a mistake does not."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_longer_sums_are_allowed_more(a, b):
     [(float("nan"), float("nan"), True), (float("inf"), float("inf"), True), (float("inf"), float("-inf"), False), (float("nan"), 1.0, False),
      (1.0, float("nan"), False), (3e38, float("inf"), False), (0.0, 0.0, True), (-0.0, 0.0, True), (1e-3, 0.0, False)],
 )
-def test_what_is_not_a_number(got, right, passes):
+def test_nan(got, right, passes):
     assert (distance(torch.tensor([got, 1.0]), torch.tensor([right, 1.0], dtype=torch.float64), 1, 1.0).share <= 1) is passes
 
 
-def test_nothing_is_right():
+def test_an_empty_result_passes():
     assert distance(torch.empty(0, 3), torch.empty(0, 3, dtype=torch.float64), 1, 1.0).share == 0

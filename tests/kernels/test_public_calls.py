@@ -1,4 +1,4 @@
-"""What a program calls, on a CPU: memory, refusals, torchvision's bits, torch's own optimizer."""
+"""The public calls of a program on a CPU: memory, errors, torchvision's bits, torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_loss_differentiates_once():
     assert torch.autograd.grad(2 * loss, x)[0].shape == (4, 3)
 
 
-def test_what_does_not_fit_is_said():
+def test_mismatched_arguments_are_explained():
     x, w, t = torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64)
     for arguments, says in (((x[0], w, t), "are not"), ((x, w[:, :2], t), "are not"), ((x, w, t[:2]), "are not")):
         with pytest.raises(ValueError, match=says):
@@ -92,7 +92,9 @@ def test_what_does_not_fit_is_said():
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_torchvisions_bits(channels_last):
-    """RandomCrop, RandomHorizontalFlip, ToTensor and Normalize, image by image, with the same draws."""
+    """RandomCrop, RandomHorizontalFlip, ToTensor and Normalize, image by image, with the same
+    random numbers.
+    """
     transforms = pytest.importorskip("torchvision.transforms")
     functional = transforms.functional
     draw = torch.Generator().manual_seed(0)
@@ -144,7 +146,9 @@ def test_norms_of_nothing_of_nan_and_of_what_is_not_contiguous(call):
 
 
 def test_a_compiled_program_keeps_them_whole():
-    """fullgraph: the operators are known to torch.compile, with their gradients; the backend that compiles nothing is enough to see it."""
+    """fullgraph: torch.compile knows the operators and their gradients; the backend that compiles nothing is
+    enough to show it.
+    """
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
     t = torch.tensor([0, 3, 8, 1])
 

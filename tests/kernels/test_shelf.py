@@ -1,4 +1,4 @@
-"""What holds for every kernel of the shelf: its page, its folder, and its gate, on a machine without a GPU."""
+"""The rules for every built-in kernel: its page, its folder, and its gate, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDERS = {path.parent.name for path in HOME.glob("*/__init__.py")} - {"template
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.timeout(300)
 def test_the_gate_is_green(gates, name):
-    """Everything is checked but what only a GPU can show; nothing fails."""
+    """Everything is checked except what needs a GPU; nothing fails."""
     outcomes = gates[name]
     assert not {check: why for check, (status, why) in outcomes.items() if status == "failed"}
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def test_the_gate_is_green(gates, name):
 
 
 @pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in load(name).wrong])
-def test_a_known_wrong_variant_is_refused_by_its_numbers(gates, name, variant):
+def test_a_known_wrong_variant_is_rejected_by_its_numbers(gates, name, variant):
     status, why = gates[name][f"rejects {variant}"]
     assert status == "ok"
     assert "times the allowed error" in why or "bit for bit" in why

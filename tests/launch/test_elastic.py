@@ -68,9 +68,9 @@ def test_what_is_asked():
 @given(words, st.booleans(), st.sampled_from([None, 0, 1]), st.booleans())
 def test_the_agent_hears_what_was_asked(arguments, gpus, node_rank, divided):
     nodes = Nodes(1, 2, 3, Endpoint("fe80::1", 29400), node_rank, 4, gpus)
-    told = agent_command(nodes, Command((), ("python", *arguments)), divided)
-    assert told[1:4] == ["-P", "-m", "flatout.cli.agent"]
-    assert asked_of_agent(told[4:]) == (nodes, divided, ["python", *arguments])
+    info = agent_command(nodes, Command((), ("python", *arguments)), divided)
+    assert info[1:4] == ["-P", "-m", "flatout.cli.agent"]
+    assert asked_of_agent(info[4:]) == (nodes, divided, ["python", *arguments])
 
 
 @given(words)
@@ -79,8 +79,8 @@ def test_torchrun_hands_on_every_argument(arguments):
     run = pytest.importorskip("torch.distributed.run")
     from torch.distributed.elastic.utils.api import macros
 
-    told = torchrun_words(Nodes(1, 4, 2, Endpoint("h", 1), None, 3), Endpoint("h", 29400), "10.0.0.1", ["python", *arguments])
-    config, entry, handed = run.config_from_args(run.parse_args(told))
+    info = torchrun_words(Nodes(1, 4, 2, Endpoint("h", 1), None, 3), Endpoint("h", 29400), "10.0.0.1", ["python", *arguments])
+    config, entry, handed = run.config_from_args(run.parse_args(info))
     assert (entry, macros.substitute(handed, "1")) == ("python", arguments)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 4, 2, 3)
     assert (config.rdzv_endpoint, config.local_addr, config.run_id) == ("h:29400", "10.0.0.1", job_name(["python", *arguments]))
@@ -123,9 +123,9 @@ def test_a_host_nobody_knows_is_named(monkeypatch):
 def test_ranks_are_told_the_interface_and_a_share_of_the_cores_unless_the_person_has_chosen():
     nodes = Nodes(2, 2, 2, Endpoint("127.0.0.1", 1))
     own = own_address(nodes.rendezvous)
-    told = for_ranks(nodes, own, {})
+    info = for_ranks(nodes, own, {})
     assert own == "127.0.0.1"
-    assert told == {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    assert info == {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
     assert for_ranks(nodes, own, {"GLOO_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "3"}) == {}
 
 
@@ -143,7 +143,7 @@ tries = len(list(here.glob(f"rank{rank}.*")))
 (here / f"new{rank}").rename(here / f"rank{rank}.{tries}")
 print("I am", rank, flush=True)
 if "--fail" in sys.argv and rank == "1" and tries < int(sys.argv[sys.argv.index("--fail") + 1]):
-    while not any(seen["FLATOUT_MEETING"] in path.read_text() for path in here.glob("rank0.*")):  # rank 0 of the same round has written, too
+    while not any(seen["FLATOUT_RENDEZVOUS"] in path.read_text() for path in here.glob("rank0.*")):  # rank 0 of the same round has written, too
         time.sleep(0.05)
     raise RuntimeError("rank 1 cannot go on")
 while "--stay" in sys.argv and not (here / "go").exists():
@@ -226,7 +226,7 @@ def test_a_node_that_joins_later_and_a_failure_that_is_tried_again(agents, tmp_p
         numbers = [environment[f"FLATOUT_{key}"] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
         assert numbers == [name[4], "0", "1" if name == "rank0.0" else "2", "1"]
         assert environment["CUDA_VISIBLE_DEVICES"] == "5"
-    meetings = {name: environment["FLATOUT_MEETING"] for name, (environment, _) in seen.items()}
+    meetings = {name: environment["FLATOUT_RENDEZVOUS"] for name, (environment, _) in seen.items()}
     assert meetings["rank0.1"] == meetings["rank1.0"]
     assert meetings["rank0.2"] == meetings["rank1.1"]
     assert len(set(meetings.values())) == 3

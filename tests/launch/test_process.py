@@ -11,7 +11,7 @@ import time
 import pytest
 from processes import alive, state, until
 
-from flatout.launch.process import HEAD_BYTES, TAIL_BYTES, Program
+from flatout.launch.process import HEAD_BYTES, TAIL_BYTES, ProgramRun
 from flatout.plan.errors import ProgramNotFound
 
 
@@ -21,7 +21,7 @@ def start(tmp_path):
     begun = []
 
     def begin(code, argv=None, **options):
-        begun.append(Program(argv or [sys.executable, "-c", code], os.environ, tmp_path / "out", tmp_path / "err", **options))
+        begun.append(ProgramRun(argv or [sys.executable, "-c", code], os.environ, tmp_path / "out", tmp_path / "err", **options))
         return begun[-1]
 
     yield begin

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.launch.attempts import Attempt, Course, Ending, ending_of
-from flatout.launch.looking import COMPILES, Frame, Stack, stacks_in
-from flatout.launch.silence import FLOORS_S, LOOK_S, Silence
-from flatout.plan.pulse import EVALUATING, TRAINING
+from flatout.launch.process_stacks import COMPILES, Frame, Stack, stacks_in
+from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, ending_of
+from flatout.launch.stall_limits import FLOORS_S, LOOK_S, StallTimer
+from flatout.plan.heartbeat import EVALUATING, TRAINING
 
 # A few long steps among many short ones, in any order.
 LENGTHS = st.tuples(st.lists(st.floats(0.6, 30.0), min_size=1, max_size=6), st.integers(0, 400), st.randoms(use_true_random=False))
@@ -20,16 +20,16 @@ def test_the_limit_is_five_times_the_99th_percentile_and_never_below_the_floor(d
     long, short, draw = drawn
     lengths = [*long, *[0.05] * short]
     draw.shuffle(lengths)
-    silence, now, next_look = Silence(0.0), 0.0, LOOK_S
-    silence.hear(0.0, 1, 0, TRAINING)
+    silence, now, next_look = StallTimer(0.0), 0.0, LOOK_S
+    silence.observe(0.0, 1, 0, TRAINING)
     moments = []
     for length in lengths:
         now += length
         moments.append(now)
-    beats = 0
-    while beats < len(moments):
-        beats = sum(moment <= next_look for moment in moments)
-        silence.hear(next_look, beats + 1, beats, TRAINING)
+    heartbeats = 0
+    while heartbeats < len(moments):
+        heartbeats = sum(moment <= next_look for moment in moments)
+        silence.observe(next_look, heartbeats + 1, heartbeats, TRAINING)
         next_look += LOOK_S
     ordered = sorted(lengths, reverse=True)
     percentile = ordered[int(len(lengths) * 0.01)]
@@ -40,10 +40,10 @@ def test_the_limit_is_five_times_the_99th_percentile_and_never_below_the_floor(d
 
 
 def test_what_it_does_decides_the_limit():
-    silence = Silence(0.0, floor_s=3.0)
-    silence.hear(1.0, 1, 1, TRAINING)
+    silence = StallTimer(0.0, floor_s=3.0)
+    silence.observe(1.0, 1, 1, TRAINING)
     assert silence.limit_s == 3.0
-    silence.hear(2.0, 2, 1, EVALUATING)
+    silence.observe(2.0, 2, 1, EVALUATING)
     assert silence.limit_s == 300.0  # a shorter least silence is for steps
     assert silence.lasts_s(12.0) == 10.0
     silence.pass_over(8.0)
@@ -93,9 +93,9 @@ def test_how_a_program_has_ended():
 
 def course_of(*attempts, kind="exit"):
     """What is said after the last of these starts: (steps, base, saves, kept) each."""
-    course, why = Course(), ""
+    course, why = RestartHistory(), ""
     for number, (steps, base, saves, kept) in enumerate(attempts, 1):
-        attempt = Attempt(number, 0.0, steps=steps, base=base, saves=saves, kept=kept)
+        attempt = Attempt(number, 0.0, steps=steps, base=base, checkpoint_dir=saves, kept=kept)
         course.attempts.append(attempt)
         course.note(attempt)
         why = course.why_not_again(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)

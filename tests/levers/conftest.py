@@ -1,4 +1,4 @@
-"""A small training program in this process with a Scene around it: convolution, batch norm, dropout, a
+"""A small training program in this process with a training context around it: convolution, batch norm, dropout, a
 loader.
 """
 
@@ -10,7 +10,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 
 BATCH = 8
 
@@ -24,10 +24,10 @@ class Program:
     def __init__(self, torch, device="cpu", optimizer="Adam", model=None, size=12, early=()):
         self.torch, self.device = torch, device
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
-        self.scene.install()
+        self.context = TrainingContext(torch, Listener(), self.ledger)
+        self.context.install()
         for lever, value in early:  # before any loader is made
-            lever.apply(self.scene, value, self.ledger)
+            lever.apply(self.context, value, self.ledger)
         torch.manual_seed(0)
         nn = torch.nn
         if model is None:
@@ -55,7 +55,7 @@ class Program:
         return found
 
     def leave(self):
-        self.scene.rest()
+        self.context.rest()
         self.ledger.restore()
         gc.collect()
 
@@ -92,5 +92,5 @@ def training(request):
 
     yield make
     for each in made:
-        each.scene.rest()
+        each.context.rest()
         each.ledger.restore()

@@ -16,7 +16,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.levers.attention import LEVER
 from flatout.plan.facts import Facts
@@ -95,9 +95,9 @@ class Model(nn.Module):
 class Training:
     def __init__(self, plain=False, **options):
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
+        self.context = TrainingContext(torch, Listener(), self.ledger)
         if not plain:
-            self.scene.install()
+            self.context.install()
         torch.manual_seed(0)
         self.model = Model(**options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -122,9 +122,9 @@ class Training:
 def test_it_trains_the_same(training, kind):
     expected, live = training(plain=True, kind=kind).steps(9), training(kind=kind)
     got = live.steps(2)
-    assert LEVER.applies(FACTS, live.scene) == Options((True,))
+    assert LEVER.applies(FACTS, live.context) == Options((True,))
     before = deferred.COUNT[0]
-    undo = LEVER.apply(live.scene, True, Ledger())
+    undo = LEVER.apply(live.context, True, Ledger())
     got += live.steps(5)
     assert deferred.COUNT[0] == before + 5 * LAYERS
     undo()
@@ -132,14 +132,14 @@ def test_it_trains_the_same(training, kind):
     assert deferred.COUNT[0] == before + 5 * LAYERS
     assert got == pytest.approx(expected, rel=1e-5)
     assert not [m for m in live.model.modules() if "forward" in vars(m)]
-    assert live.scene.graph_passes == []
-    assert live.scene.reports == []
+    assert live.context.graph_passes == []
+    assert live.context.reports == []
 
 
 def test_evaluation_is_plain(training):
     live = training()
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     tokens, before = torch.arange(T)[None], deferred.COUNT[0]
     with torch.no_grad():
         out = live.model.eval()(tokens)
@@ -161,7 +161,7 @@ def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
     expected = read(plain.steps, [])
     live = training()
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     losses, seen = read(live.steps, [])
     assert losses == pytest.approx(expected[0], rel=1e-5)
     for mine, theirs in zip(seen, expected[1], strict=True):
@@ -176,11 +176,11 @@ def test_a_lever_that_did_nothing_says_why(training, options, says):
     """The program uses the random numbers of the plain one and has its losses bit for bit."""
     expected, live = training(plain=True, **options).steps(8), training(**options)
     got = live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     got += live.steps(6)
     assert got == expected
-    assert [name for name, _ in live.scene.reports] == ["attention"]
-    assert says in live.scene.reports[0][1]
+    assert [name for name, _ in live.context.reports] == ["attention"]
+    assert says in live.context.reports[0][1]
 
 
 def test_weights_that_are_always_read_are_left_alone_and_reported(training):
@@ -192,8 +192,8 @@ def test_weights_that_are_always_read_are_left_alone_and_reported(training):
 
     live = training(kind=Read)
     live.steps(2)
-    assert LEVER.applies(FACTS, live.scene) == Options((True,))
-    LEVER.apply(live.scene, True, live.ledger)
+    assert LEVER.applies(FACTS, live.context) == Options((True,))
+    LEVER.apply(live.context, True, live.ledger)
     live.steps(4)
     before = deferred.COUNT[0]
     live.steps(2)
@@ -201,23 +201,23 @@ def test_weights_that_are_always_read_are_left_alone_and_reported(training):
 
 
 def test_which_attentions_are_found(training, program):
-    assert isinstance(LEVER.applies(FACTS, program().scene), Skip)  # convolutions
+    assert isinstance(LEVER.applies(FACTS, program().context), Skip)  # convolutions
     inside = training(kind=lambda dropout: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True))
     inside.steps(2)
-    assert LEVER.applies(FACTS, inside.scene) == Options((True,))  # it may be asked for its weights
+    assert LEVER.applies(FACTS, inside.context) == Options((True,))  # it may be asked for its weights
     live = training()
     live.steps(2)
-    live.scene.create_graph_seen = True
-    assert "no second derivative" in LEVER.applies(FACTS, live.scene).reason
-    live.scene.create_graph_seen, live.scene.compiled_by_script = False, True
-    assert "recognises attention itself" in LEVER.applies(FACTS, live.scene).reason
+    live.context.create_graph_seen = True
+    assert "no second derivative" in LEVER.applies(FACTS, live.context).reason
+    live.context.create_graph_seen, live.context.compiled_by_script = False, True
+    assert "recognises attention itself" in LEVER.applies(FACTS, live.context).reason
 
 
 def test_known_bad_is_another_scale(training):
     bad, tokens = training(), torch.arange(T).repeat(2, 1)
     bad.steps(2)
     plain = bad.model(tokens)
-    undo = LEVER.known_bad(bad.scene, True, Ledger())
+    undo = LEVER.known_bad(bad.context, True, Ledger())
     different = (plain - bad.model(tokens)).norm()
     undo()
     assert different > 1e-3 * plain.norm()
@@ -234,13 +234,13 @@ def test_with_another_lever(training, name, value):
     for chosen in ([(BY_NAME[name], value)], levers):
         live = training()
         live.steps(2)
-        before, undo = deferred.COUNT[0], [lever.apply(live.scene, given, Ledger()) for lever, given in chosen]
+        before, undo = deferred.COUNT[0], [lever.apply(live.context, given, Ledger()) for lever, given in chosen]
         losses.append(live.steps(4))
         assert (deferred.COUNT[0] >= before + 4 * LAYERS) == (chosen is levers)
         for each in reversed(undo):
             each()
-        assert live.scene.reports == []
-        live.scene.rest()
+        assert live.context.reports == []
+        live.context.rest()
         live.ledger.restore()
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if name == "autocast" else 1e-5)
 
@@ -258,7 +258,7 @@ def test_with_compile(training):
     torch._dynamo.reset()
     before, kernels, graphs = compiled["unique_graphs"], [], []
     for levers in ([compile_], [LEVER, compile_], [compile_], [LEVER, compile_]):
-        undo = [lever.apply(live.scene, "default" if lever is compile_ else True, Ledger()) for lever in levers]
+        undo = [lever.apply(live.context, "default" if lever is compile_ else True, Ledger()) for lever in levers]
         got += live.steps(2)
         with torch.profiler.profile() as profile:
             got += live.steps(1)
@@ -271,7 +271,7 @@ def test_with_compile(training):
     assert kernels == [0, LAYERS, 0, LAYERS]
     assert graphs == [1, 2, 2, 2]
     assert got == pytest.approx(expected, rel=1e-4)
-    assert live.scene.reports == []
+    assert live.context.reports == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed")

@@ -21,7 +21,7 @@ def test_the_maths_is_done_in_half_precision_and_the_script_sees_float32(program
     live = program()
     seen = []
     live.model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    LEVER.apply(live.scene, dtype, live.ledger)
+    LEVER.apply(live.context, dtype, live.ledger)
     output = live.model(torch.randn(2, 3, 12, 12))
     assert seen == [getattr(torch, dtype)]
     assert output.dtype == torch.float32
@@ -43,9 +43,9 @@ class Many(torch.nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_of_any_shape_keep_their_form(program, dtype):
     live = program(epochs=0, model=Many())
-    live.scene._roots[id(live.model)] = lambda: live.model
+    live.context._roots[id(live.model)] = lambda: live.model
     plain = live.model(torch.ones(2, 3, 12, 12))
-    LEVER.apply(live.scene, dtype, live.ledger)
+    LEVER.apply(live.context, dtype, live.ledger)
     output = live.model(torch.ones(2, 3, 12, 12))
     assert set(output) == set(plain)
     assert isinstance(output["all"], list)
@@ -61,7 +61,7 @@ def test_outputs_of_any_shape_keep_their_form(program, dtype):
 def test_it_trains(program, dtype, optimizer):
     """The loss falls and stays near the plain program's: only rounding differs."""
     plain, live = (program(epochs=1, optimizer=optimizer) for _ in range(2))
-    LEVER.apply(live.scene, dtype, live.ledger)
+    LEVER.apply(live.context, dtype, live.ledger)
     mine, theirs = live.train(6), plain.train(6)
     assert sum(mine[-4:]) < sum(mine[:4])
     assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
@@ -80,7 +80,7 @@ def test_gradients_are_the_plain_ones_up_to_rounding(program, dtype):
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
     plain = gradients(live, x, y)
-    undo = LEVER.apply(live.scene, dtype, Ledger())
+    undo = LEVER.apply(live.context, dtype, Ledger())
     half = gradients(live, x, y)
     undo()
     assert (half - plain).norm() / plain.norm() < 0.1
@@ -90,7 +90,7 @@ def test_gradients_are_the_plain_ones_up_to_rounding(program, dtype):
 def test_accumulated_gradients_are_unscaled_once(program):
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     one = gradients(live, x, y)
     torch.manual_seed(5)
     functional.cross_entropy(live.model(x), y).backward()
@@ -102,7 +102,7 @@ def test_small_gradients_survive_in_float16(program):
     """Without a scale these would be zeros: float16 cannot hold 1e-6 and less between layers."""
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     live.optimizer.zero_grad()
     (functional.cross_entropy(live.model(x), y) * 1e-6).backward()
     first = next(live.model.parameters()).grad
@@ -112,7 +112,7 @@ def test_small_gradients_survive_in_float16(program):
 def test_overflow_skips_the_step_and_halves_the_scale(program):
     live = program(optimizer="SGD")
     ledger = live.ledger
-    LEVER.apply(live.scene, "float16", ledger)
+    LEVER.apply(live.context, "float16", ledger)
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
 
     def step(factor):
@@ -149,7 +149,7 @@ class Reads(TorchDispatchMode):
 
 def test_overflow_is_checked_once_a_step_and_not_for_each_parameter(program):
     live = program(optimizer="SGD")
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     loss = functional.cross_entropy(live.model(torch.randn(8, 3, 12, 12)), torch.randint(5, (8,)))
     with Reads() as reads:
         loss.backward()
@@ -162,7 +162,7 @@ def test_overflow_is_checked_once_a_step_and_not_for_each_parameter(program):
 def test_a_skipped_step_leaves_scheduler_and_state_unchanged(program):
     live = program(optimizer="Adam")
     scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     live.train()
     scheduler.step()
     counts = [state["step"].item() for state in live.optimizer.state.values()]
@@ -179,7 +179,7 @@ def test_a_penalty_on_the_weights_is_not_divided_by_the_scale(program):
     whole.
     """
     live = program()
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     live.optimizer.zero_grad()
     sum(p.square().sum() for p in live.model.parameters()).backward()
     for p in live.model.parameters():
@@ -205,8 +205,8 @@ def test_two_modules_in_sequence(program, dtype):
     live.optimizer.step()
     other.step()
     plain = both()
-    undo = LEVER.apply(live.scene, dtype, Ledger())
-    assert len(live.scene.roots) == 2
+    undo = LEVER.apply(live.context, dtype, Ledger())
+    assert len(live.context.roots) == 2
     half = both()
     undo()
     assert (half - plain).norm() / plain.norm() < 0.1
@@ -223,7 +223,7 @@ def test_the_gradient_of_an_input(program):
         return x.grad.clone()
 
     plain = gradient()
-    undo = LEVER.apply(live.scene, "float16", Ledger())
+    undo = LEVER.apply(live.context, "float16", Ledger())
     half = gradient()
     undo()
     assert (half - plain).norm() / plain.norm() < 0.1
@@ -244,7 +244,7 @@ def test_a_reentrant_checkpoint_is_scaled_once(program):
         output.square().mean().backward()
         return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
 
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     once, twice = gradient(False), gradient(True)
     assert (once - twice).norm() / once.norm() < 0.1
 
@@ -261,7 +261,7 @@ def test_several_losses_and_given_gradients(program):
         return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
 
     plain = gradient()
-    LEVER.apply(live.scene, "float16", live.ledger)
+    LEVER.apply(live.context, "float16", live.ledger)
     assert (gradient() - plain).norm() / plain.norm() < 0.1
     with pytest.raises(RuntimeError, match="implicitly created only for scalar"):
         live.model(x).backward()

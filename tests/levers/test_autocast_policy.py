@@ -79,12 +79,12 @@ class Calls(torch.nn.Module):
 
 
 def live(program, module, *after):
-    """``module`` as the only root of a Scene, under autocast and the levers ``after`` it."""
+    """``module`` as the only root of a training context, under autocast and the levers ``after`` it."""
     made, ledger = program(epochs=0, model=module), Ledger()
-    made.scene._roots[id(module)] = lambda: module
-    made.scene._stop_looking()  # as after the second step
+    made.context._roots[id(module)] = lambda: module
+    made.context._stop_looking()  # as after the second step
     for lever, value in ((LEVER, "bfloat16"), *after):
-        lever.apply(made.scene, value, ledger)
+        lever.apply(made.context, value, ledger)
     return ledger
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.batch_size import BATCHES_ITSELF, LEVER, OWN_BATCHES, OWN_SAMPLER
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
@@ -36,9 +36,9 @@ class Phases(Listener):
 
 
 @pytest.fixture
-def scene():
+def context():
     ledger = Ledger()
-    made = Scene(torch, Phases(), ledger)
+    made = TrainingContext(torch, Phases(), ledger)
     made.install()
     yield made
     made.rest()
@@ -49,38 +49,38 @@ def sizes(loader):
     return [len(batch) for batch in loader]
 
 
-def test_one_loader_gets_it_and_the_others_stay(scene):
+def test_one_loader_gets_it_and_the_others_stay(context):
     """The second of three loaders; made again for another epoch it is the same one."""
-    LEVER.apply(scene, {"size": 16, "loader": 1}, Ledger())
+    LEVER.apply(context, {"size": 16, "loader": 1}, Ledger())
     first, train, test = DataLoader(TEST, 5), DataLoader(TRAIN, 4, shuffle=True, drop_last=True), DataLoader(TEST, 4)
     assert (sizes(first)[0], sizes(train), sizes(test)[0]) == (5, [16, 16], 4)
     assert sizes(DataLoader(TRAIN, 4, shuffle=True, drop_last=True)) == [16, 16]
     assert sizes(DataLoader(TRAIN, 4)) == [4] * 10  # no shuffling, so it is another loader
-    assert [seen["batch_size"] for seen in scene.loaders] == [5, 16, 4, 16, 4]
-    assert scene.reports == []
+    assert [seen["batch_size"] for seen in context.loaders] == [5, 16, 4, 16, 4]
+    assert context.reports == []
 
 
 @pytest.mark.parametrize("arguments", [
     {"batch_size": 4}, {}, {"batch_size": 4, "sampler": DistributedSampler(TRAIN, 1, 0, shuffle=False)}, {"batch_size": 4, "sampler": list(range(40))},
     {"batch_sampler": BatchSampler(SequentialSampler(TRAIN), 4, drop_last=False)},
 ], ids=["given", "not given", "ranks", "list", "batches"])
-def test_the_order_stays(scene, arguments):
-    LEVER.apply(scene, {"size": 16}, Ledger())
+def test_the_order_stays(context, arguments):
+    LEVER.apply(context, {"size": 16}, Ledger())
     found = list(DataLoader(TRAIN, **arguments))
     assert list(map(len, found)) == [16, 16, 8]
     assert torch.cat(found).tolist() == list(range(40))
 
 
-def test_a_batch_sampler_keeps_its_sampler(scene):
+def test_a_batch_sampler_keeps_its_sampler(context):
     drawn = RandomSampler(TRAIN, generator=torch.Generator().manual_seed(3))
-    LEVER.apply(scene, {"size": 16}, Ledger())
+    LEVER.apply(context, {"size": 16}, Ledger())
     assert sizes(DataLoader(TRAIN, batch_sampler=BatchSampler(drawn, 4, drop_last=True))) == [16, 16]
-    assert scene.loaders[0]["batch_size"] == 16
+    assert context.loaders[0]["batch_size"] == 16
     assert sizes(DataLoader(Stream(), batch_size=4))[0] == 4  # the second loader, and another data set
 
 
-def test_a_stream_is_batched_by_the_loader(scene):
-    LEVER.apply(scene, {"size": 16}, Ledger())
+def test_a_stream_is_batched_by_the_loader(context):
+    LEVER.apply(context, {"size": 16}, Ledger())
     assert sizes(DataLoader(Stream(), batch_size=4)) == [16, 16, 8]
 
 
@@ -90,12 +90,12 @@ def test_a_stream_is_batched_by_the_loader(scene):
     (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_BATCHES.format(name="list")), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
     (Stream(), {"batch_size": None}, BATCHES_ITSELF),
 ], ids=["sampler", "inside", "list", "none", "stream"])
-def test_loaders_that_cannot_change_their_size_say_why(scene, data, arguments, why):
-    LEVER.apply(scene, {"size": 16}, Ledger())
+def test_loaders_that_cannot_change_their_size_say_why(context, data, arguments, why):
+    LEVER.apply(context, {"size": 16}, Ledger())
     loader = DataLoader(data, **arguments)
-    assert scene.reports == [("batch_size", why)]
+    assert context.reports == [("batch_size", why)]
     train(loader)
-    assert LEVER.applies(Facts(), scene) == Skip(why)
+    assert LEVER.applies(Facts(), context) == Skip(why)
 
 
 def train(*loaders, model=None):
@@ -112,24 +112,24 @@ def train(*loaders, model=None):
             model(next(iter(other)).reshape(-1, 1))
 
 
-def test_the_loader_that_trains_is_known(scene):
+def test_the_loader_that_trains_is_known(context):
     test, loader = DataLoader(TEST, 5), DataLoader(TRAIN, 4, sampler=WeightedRandomSampler([1.0] * 40, 40))
-    assert scene.training_loader is None
+    assert context.training_loader is None
     train(loader, test)
-    assert scene.describe()["training_loader"] == 1
-    assert LEVER.applies(Facts(), scene) == Options(({"size": 8, "loader": 1}, {"size": 2, "loader": 1}))
+    assert context.describe()["training_loader"] == 1
+    assert LEVER.applies(Facts(), context) == Options(({"size": 8, "loader": 1}, {"size": 2, "loader": 1}))
     del loader
-    assert isinstance(LEVER.applies(Facts(), scene), Options)
+    assert isinstance(LEVER.applies(Facts(), context), Options)
 
 
 @pytest.mark.parametrize("value", [16, True, {}, {"size": 0}, {"size": 2.0}, {"size": True}, {"size": 8, "loader": -1}, {"size": 8, "workers": 1}], ids=str)
-def test_an_invalid_value_is_rejected(scene, value):
+def test_an_invalid_value_is_rejected(context, value):
     with pytest.raises(TypeError, match="size"):
-        LEVER.apply(scene, value, Ledger())
-    assert scene._loaders.rules == []
+        LEVER.apply(context, value, Ledger())
+    assert context._loaders.rules == []
 
 
-def test_the_known_bad_is_bad(scene):
+def test_the_known_bad_is_bad(context):
     ledger = Ledger()
-    LEVER.known_bad(scene, {"size": 4}, ledger)
+    LEVER.known_bad(context, {"size": 4}, ledger)
     assert [batch.tolist() for batch in DataLoader(TRAIN, 2)][:2] == [[0.0, 0.0], [2.0, 2.0]]

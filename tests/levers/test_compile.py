@@ -9,7 +9,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.autocast_policy import keep_float32
 from flatout.levers.compile import LEVER
 from flatout.plan.facts import Facts
@@ -37,12 +37,12 @@ def test_it_trains_as_the_plain_model(program):
     plain, live = program(), program()
     keys = list(live.model.state_dict())
     ledger = Ledger()
-    undo = LEVER.apply(live.scene, "default", ledger)
+    undo = LEVER.apply(live.context, "default", ledger)
     state, mine = torch.get_rng_state(), live.train(2)
     torch.set_rng_state(state)
     theirs = plain.train(2)
     assert mine == pytest.approx(theirs, rel=1e-3)
-    assert live.scene.reports == []
+    assert live.context.reports == []
     assert torch._dynamo.utils.counters["frames"]["ok"] >= 1
     assert list(live.model.state_dict()) == keys
     assert type(live.model) is torch.nn.Sequential
@@ -64,18 +64,18 @@ def test_a_compiler_that_fails_leaves_the_plain_model(program):
     state = torch.get_rng_state()
     torch.set_rng_state(state)
     with config.patch({"cpp.cxx": ("/nonexistent/c++",), "force_disable_caches": True}):
-        LEVER.apply(live.scene, "default", Ledger())
+        LEVER.apply(live.context, "default", Ledger())
         mine = live.train()
     torch.set_rng_state(state)
     assert mine == plain.train()
-    assert len(live.scene.reports) == 1
-    assert live.scene.reports[0][0] == "compile"
-    assert "the plain module is used" in live.scene.reports[0][1]
+    assert len(live.context.reports) == 1
+    assert live.context.reports[0][0] == "compile"
+    assert "the plain module is used" in live.context.reports[0][1]
 
 
 def test_an_error_of_the_model_is_its_own(program):
     live = program()
-    LEVER.apply(live.scene, "default", Ledger())
+    LEVER.apply(live.context, "default", Ledger())
 
     def angry(module, args):
         raise KeyError("mine")
@@ -88,14 +88,14 @@ def test_an_error_of_the_model_is_its_own(program):
 def test_without_a_compiler_it_says_so(program, monkeypatch):
     live = program()
     monkeypatch.setenv("PATH", "/nonexistent")
-    answer = LEVER.applies(Facts(), live.scene)
+    answer = LEVER.applies(Facts(), live.context)
     assert isinstance(answer, Skip)
     assert "needs a C++ compiler" in answer.reason
 
 
 @needs_a_compiler
 def test_on_a_cpu_there_is_one_mode(program):
-    answer = LEVER.applies(Facts(), program().scene)
+    answer = LEVER.applies(Facts(), program().context)
     assert isinstance(answer, Options)
     assert answer.values == ("default",)
 
@@ -105,7 +105,7 @@ def test_the_inductor_draws_as_the_plain_program_while_it_is_on(program):
 
     live = program()
     before = config.fallback_random
-    undo = LEVER.apply(live.scene, "default", Ledger())
+    undo = LEVER.apply(live.context, "default", Ledger())
     assert config.fallback_random is True
     undo()
     assert config.fallback_random is before
@@ -147,7 +147,7 @@ def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, m
         return run
 
     monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
-    undo = LEVER.apply(live.scene, "default", Ledger())
+    undo = LEVER.apply(live.context, "default", Ledger())
     live.model.eval()
     for size in (8, 8, 5, 8, 3, 8):
         live.model(torch.ones(size, 3, 12, 12))
@@ -169,12 +169,12 @@ def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
         wants_phases = True
 
         def step_end(self):
-            if scene.steps == 1:
-                LEVER.apply(scene, "default", scene.ledger)
+            if context.steps == 1:
+                LEVER.apply(context, "default", context.ledger)
 
     monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
-    scene = Scene(torch, FromTheFirstStep(), Ledger())
-    scene.install()
+    context = TrainingContext(torch, FromTheFirstStep(), Ledger())
+    context.install()
     try:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -185,6 +185,6 @@ def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
             optimizer.step()
             compiled.append(len(graphs))
     finally:
-        scene.rest()
-        scene.ledger.restore()
+        context.rest()
+        context.ledger.restore()
     assert compiled == [0, 0, 1, 1, 1]

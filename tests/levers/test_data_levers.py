@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, LAZILY, LEVER, Pictures, augmented, difference, epochs, fixed, pictures, run, same_as_plain, workers
+from feeding import AT_ONCE, BATCHED, LAZILY, LEVER, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain, workers
 from torch.utils.data import DataLoader, get_worker_info
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -21,16 +21,16 @@ from torchvision.transforms import v2
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
-from flatout.plan.words import Effect
 
 FACTS = Facts(cores=2, memory_bytes=2**33, system="Linux")
 quiet = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument")
 
 
-class Drawing(Pictures):
+class Drawing(Images):
     """Its pipeline uses random numbers from every generator, and from one of its own."""
 
     def __init__(self, transform):
@@ -50,7 +50,7 @@ class Drawing(Pictures):
 @pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}], ids=str)
 @pytest.mark.parametrize("levers", [(BATCHED,), (BATCHED, LAZILY)], ids=["batched", "batched lazily"])
 def test_in_the_scripts_workers(arguments, levers):
-    assert same_as_plain(lambda: epochs(Pictures(augmented()), pin_memory=True, **arguments), *levers) == []
+    assert same_as_plain(lambda: epochs(Images(augmented()), pin_memory=True, **arguments), *levers) == []
 
 
 @quiet
@@ -92,7 +92,7 @@ class Locked(Drawing):
         return self.transform(self.images[index]), index
 
 
-class Opened(Pictures):
+class Opened(Images):
     offset = 0.5
 
     def __getitem__(self, index):
@@ -114,7 +114,7 @@ def test_an_init_function_of_workers_has_the_data_set_itself(pipeline, levers):
     same_as_plain(lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker, shuffle=False), *levers)
 
 
-class Failing(Pictures):
+class Failing(Images):
     def __getitem__(self, index):
         if index == 13:
             raise KeyError("sample 13 is broken")
@@ -136,7 +136,7 @@ def test_an_exception_in_a_worker(levers):
 
 def test_a_loop_over_workers_that_is_left_early():
     def program():
-        loader, found = DataLoader(Pictures(augmented()), 4, num_workers=2), []
+        loader, found = DataLoader(Images(augmented()), 4, num_workers=2), []
         for _ in range(2):
             for batch in loader:
                 found.append(batch)
@@ -148,21 +148,21 @@ def test_a_loop_over_workers_that_is_left_early():
 
 # -- sources of images -----------------------------------------------------------------------------------------------------
 
-BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in pictures()])
+BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in charts()])
 SCALED = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
 SOURCES = {
-    "arrays": (np.stack([np.asarray(image) for image in pictures()]), v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
-    "gray arrays": (np.stack([np.asarray(image.convert("L")) for image in pictures()]), v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()])),
+    "arrays": (np.stack([np.asarray(image) for image in charts()]), v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
+    "gray arrays": (np.stack([np.asarray(image.convert("L")) for image in charts()]), v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()])),
     "bytes": (BYTES, SCALED), "channels last": (BYTES.contiguous(memory_format=torch.channels_last), SCALED), "floats": (BYTES / 255, v1.Compose([
         v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
     "tv": ([tv_tensors.Image(image) for image in BYTES], SCALED), "halves": ((BYTES / 255).half(), v1.RandomVerticalFlip()),
-    "to image": (pictures(), v2.Compose([v2.RandomCrop(9), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])),
-    "images of bytes": (pictures(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
-    "flattened": (pictures(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])), "single": (pictures(), v1.ToTensor()),
-    "augmented elsewhere": (pictures(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
-    "several from one": (pictures(24, 20, 20), v1.Compose([v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))])),
-    "unknown between": (pictures(), v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()])),
-    "unknown last": (pictures(), v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)])),
+    "to image": (charts(), v2.Compose([v2.RandomCrop(9), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])),
+    "images of bytes": (charts(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
+    "flattened": (charts(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])), "single": (charts(), v1.ToTensor()),
+    "augmented elsewhere": (charts(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
+    "several from one": (charts(24, 20, 20), v1.Compose([v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))])),
+    "unknown between": (charts(), v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()])),
+    "unknown last": (charts(), v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)])),
 }
 
 
@@ -170,7 +170,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_all_sources_of_images(source, levers):
     images, transform = SOURCES[source]
-    same_as_plain(lambda: epochs(Pictures(transform, images)), *levers)
+    same_as_plain(lambda: epochs(Images(transform, images)), *levers)
 
 
 # -- offered values and messages -------------------------------------------------------------------------------------------
@@ -183,17 +183,17 @@ def seen():
 
     def make(dataset=None, **arguments):
         ledgers.append(Ledger())
-        scene = Scene(torch, Listener(), ledgers[-1])
-        scene.install()
-        ledgers.append(scene)
+        context = TrainingContext(torch, Listener(), ledgers[-1])
+        context.install()
+        ledgers.append(context)
         if dataset is not None:
             make.loader = DataLoader(dataset, **{"batch_size": 4, **arguments})
         torch.ones(1, requires_grad=True).sum().backward()
-        return scene
+        return context
 
     yield make
-    for ledger, scene in zip(ledgers[::2], ledgers[1::2], strict=True):
-        scene.rest()
+    for ledger, context in zip(ledgers[::2], ledgers[1::2], strict=True):
+        context.rest()
         ledger.restore()
 
 
@@ -203,9 +203,9 @@ NAMES = ["batched_transforms", "cached_prefix"]
 @pytest.mark.parametrize("name", NAMES)
 def test_asking_moves_no_generator_and_touches_no_data_set(seen, name):
     dataset = Drawing(augmented())
-    scene = seen(dataset)
+    context = seen(dataset)
     own, before, state = dict(vars(dataset)), torch.get_rng_state(), dataset.generator.bit_generator.state
-    LEVER[name].applies(FACTS, scene)
+    LEVER[name].applies(FACTS, context)
     assert torch.equal(before, torch.get_rng_state())
     assert dataset.generator.bit_generator.state == state
     assert vars(dataset) == own
@@ -220,21 +220,21 @@ def test_a_script_without_loaders(seen, name):
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        return iter([fixed_one(image) for image in pictures()])
+        return iter([fixed_one(image) for image in charts()])
 
 
 fixed_one = v1.ToTensor()
 
 
 @pytest.mark.parametrize(("name", "make", "arguments", "says"), [
-    ("batched_transforms", lambda: Pictures(fixed()), {"batch_size": None}, "makes its batches itself"),
-    ("cached_prefix", lambda: Pictures(fixed()), {"batch_size": None}, "makes its batches itself"),
+    ("batched_transforms", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
+    ("cached_prefix", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
     ("cached_prefix", Stream, {}, "IterableDataset"),
     ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "calls no transform object of torchvision"),
-    ("batched_transforms", lambda: Pictures(lambda image: v1.functional.to_tensor(image)), {}, "functional calls are not followed"),
-    ("batched_transforms", lambda: Pictures(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "recreates its transforms for each sample"),
-    ("batched_transforms", lambda: Pictures(lambda image: fixed_one(image) * 2), {}, "looks at the images that ToTensor returns"),
-    ("batched_transforms", lambda: Pictures(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
+    ("batched_transforms", lambda: Images(lambda image: v1.functional.to_tensor(image)), {}, "functional calls are not followed"),
+    ("batched_transforms", lambda: Images(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "recreates its transforms for each sample"),
+    ("batched_transforms", lambda: Images(lambda image: fixed_one(image) * 2), {}, "looks at the images that ToTensor returns"),
+    ("batched_transforms", lambda: Images(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
     ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_why_it_is_not_offered(seen, name, make, arguments, says):
@@ -244,15 +244,15 @@ def test_why_it_is_not_offered(seen, name, make, arguments, says):
 
 
 def test_what_is_offered(seen):
-    images = pictures(24, 64, 64)
-    answer = LEVER["batched_transforms"].applies(FACTS, seen(Pictures(augmented(), images)))
+    images = charts(24, 64, 64)
+    answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
     assert answer == Options(("all",), effect=Effect.EXACT)
-    heavy = LEVER["batched_transforms"].applies(FACTS, seen(Pictures(v1.Compose([v1.Resize(20), v1.ToTensor()]), images)))
+    heavy = LEVER["batched_transforms"].applies(FACTS, seen(Images(v1.Compose([v1.Resize(20), v1.ToTensor()]), images)))
     assert heavy.values == ("all", "light")
-    kept = LEVER["cached_prefix"].applies(FACTS, seen(Pictures(augmented(), images)))
+    kept = LEVER["cached_prefix"].applies(FACTS, seen(Images(augmented(), images)))
     assert kept.values == ({"mib": 1, "ahead": True}, {"mib": 1})
     small = Facts(cores=2, memory_bytes=2**22, system="Linux")
-    assert LEVER["cached_prefix"].applies(small, seen(Pictures(augmented(), images))).values[0] == {"mib": 1, "ahead": True}
+    assert LEVER["cached_prefix"].applies(small, seen(Images(augmented(), images))).values[0] == {"mib": 1, "ahead": True}
 
 
 @pytest.mark.parametrize("value", [True, "everything", 3, {}])
@@ -267,7 +267,7 @@ def test_an_invalid_value_is_rejected(value):
 def test_all_loaders_together_keep_no_more_than_they_may():
     """The second of two loaders finds less memory, and its message says so."""
     def program():
-        first, second = (Pictures(fixed(), pictures(40, 64, 96)) for _ in range(2))
+        first, second = (Images(fixed(), charts(40, 64, 96)) for _ in range(2))
         return [*epochs(first, 1), *epochs(second, 1)]
 
     said = same_as_plain(program, ("cached_prefix", {"mib": 3}))
@@ -275,7 +275,7 @@ def test_all_loaders_together_keep_no_more_than_they_may():
 
 
 def test_a_folder_for_data_that_does_not_fit(tmp_path):
-    large = Pictures(fixed(), pictures(40, 64, 96))
+    large = Images(fixed(), charts(40, 64, 96))
     assert same_as_plain(lambda: epochs(large), ("cached_prefix", {"mib": 1, "disk": str(tmp_path)})) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -284,21 +284,21 @@ def test_a_folder_for_data_that_does_not_fit(tmp_path):
 def test_undone_in_mid_training(lever):
     """Iterators made under it continue; the next ones are plain."""
     ledger, feeding = Ledger(), Ledger()
-    scene = Scene(torch, Listener(), ledger)
-    scene.install()
+    context = TrainingContext(torch, Listener(), ledger)
+    context.install()
     try:
-        loader = DataLoader(Pictures(augmented()), 5, shuffle=True)
-        undo = LEVER[lever[0]].apply(scene, lever[1], feeding)
+        loader = DataLoader(Images(augmented()), 5, shuffle=True)
+        undo = LEVER[lever[0]].apply(context, lever[1], feeding)
         torch.manual_seed(5)
         taking = iter(loader)
         found = [next(taking)]
         undo()
         found += [*taking, *loader]
     finally:
-        scene.rest()
+        context.rest()
         ledger.restore()
     torch.manual_seed(5)
-    loader = DataLoader(Pictures(augmented()), 5, shuffle=True)
+    loader = DataLoader(Images(augmented()), 5, shuffle=True)
     assert difference([*loader, *loader], found) == ""
 
 
@@ -306,14 +306,14 @@ def test_undone_in_mid_training(lever):
 def test_the_known_bad_is_bad(name, value):
     """The guard must reject it: it differs, and only where it should."""
     ledger = Ledger()
-    scene = Scene(torch, Listener(), ledger)
-    scene.install()
+    context = TrainingContext(torch, Listener(), ledger)
+    context.install()
     try:
-        loader = DataLoader(Pictures(fixed()), 6)
+        loader = DataLoader(Images(fixed()), 6)
         plain = list(loader)
-        LEVER[name].known_bad(scene, value, ledger)
+        LEVER[name].known_bad(context, value, ledger)
         bad = list(loader)
     finally:
-        scene.rest()
+        context.rest()
         ledger.restore()
     assert all(difference(a, b) for a, b in zip(plain, bad, strict=True))

@@ -15,13 +15,13 @@ import pytest
 import flatout
 from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Comparison, Lever, Options, Skip
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.standing import standing
-from flatout.plan.words import Effect, Moment
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.plan.rank_environment import standing
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +62,7 @@ LIVE_HERE = [case for case in CASES if case.values[0].live and case.values[0].na
              and (torch.cuda.is_available() or case.values[0].name not in UNAVAILABLE)]
 
 
-def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
+def as_a_rank(lever: Lever, monkeypatch, context) -> None:
     """Levers for several ranks need to know that they are on one; they contact the others in the first
     forward pass.
     """
@@ -70,7 +70,7 @@ def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
     if lever.name == "sharding":
-        scene.divided = Divided(torch, scene, standing(), Division(), Ledger())
+        context.divided = DataParallelScript(torch, context, standing(), SplitSettings(), Ledger())
 
 
 def test_the_table_names_every_lever_once():
@@ -153,12 +153,12 @@ def in_float64(program):
 SCENES = [nothing, convolutions, sgd_on_vectors, in_float64]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("context", SCENES, ids=lambda context: context.__name__)
 @pytest.mark.parametrize("facts", [BF16, OLD, WITH_GPU, SET], ids=["bf16", "old", "gpu", "set"])
-def test_every_lever_answers_options_or_a_sentence(program, scene, facts):
-    live = scene(program)
+def test_every_lever_answers_options_or_a_sentence(program, context, facts):
+    live = context(program)
     for lever in TABLE:
-        answer = lever.applies(facts, live.scene)
+        answer = lever.applies(facts, live.context)
         if isinstance(answer, Options):
             assert answer.values
             assert len(set(map(repr, answer.values))) == len(answer.values)
@@ -177,12 +177,12 @@ def test_every_lever_answers_options_or_a_sentence(program, scene, facts):
 def test_asking_changes_nothing(program, lever):
     live = program()
     before = everything(live)
-    lever.applies(BF16, live.scene)
+    lever.applies(BF16, live.context)
     assert everything(live) == before
 
 
 @pytest.mark.parametrize(
-    ("name", "facts", "scene", "says"),
+    ("name", "facts", "context", "says"),
     [
         ("allocator", OLD, nothing, "no CUDA device"),
         ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "sets PYTORCH_ALLOC_CONF already"),
@@ -197,8 +197,8 @@ def test_asking_changes_nothing(program, lever):
         ("autocast", BF16, in_float64, "not float32"), ("channels_last", BF16, sgd_on_vectors, "nn.Conv2d"),
     ],
 )
-def test_reasons(program, name, facts, scene, says):
-    answer = BY_NAME[name].applies(facts, scene(program).scene)
+def test_reasons(program, name, facts, context, says):
+    answer = BY_NAME[name].applies(facts, context(program).context)
     assert isinstance(answer, Skip)
     assert says in answer.reason
 
@@ -244,8 +244,8 @@ def everything(live):
         "values": [t.tolist() for t in tensors],
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in live.optimizer.param_groups],
         "optimizer": [type(live.optimizer), sorted(vars(live.optimizer)), live.optimizer.step.__qualname__, [list(s) for s in live.optimizer.state.values()]],
-        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.scene._loaders.rules),
-                   len(live.scene._loaders.feed_rules), len(live.scene._loaders._feeds)],
+        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.context._loaders.rules),
+                   len(live.context._loaders.feed_rules), len(live.context._loaders._feeds)],
     }
 
 
@@ -256,7 +256,7 @@ def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
         with pytest.raises(LookupError, match=AMONG_RANKS[name]):
-            act(live.scene, VALUES[name][0], Ledger())
+            act(live.context, VALUES[name][0], Ledger())
     with pytest.raises(TypeError):
         lever.check({"nothing": "like it"})
     assert everything(live) == before
@@ -273,17 +273,17 @@ def as_loaded(lever):
 @pytest.mark.parametrize(("lever", "value"), CASES)
 def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatch):
     live = program()
-    as_a_rank(lever, monkeypatch, live.scene)
+    as_a_rank(lever, monkeypatch, live.context)
     importlib.import_module("torch._inductor.config")
     as_loaded(lever)
     gc.collect()
     before, ledger = everything(live), Ledger()
     if lever.name in UNAVAILABLE and not torch.cuda.is_available():
         with pytest.raises(LookupError, match=UNAVAILABLE[lever.name]):
-            lever.apply(live.scene, value, ledger)
+            lever.apply(live.context, value, ledger)
         assert everything(live) == before
         return
-    undo = lever.apply(live.scene, value, ledger)
+    undo = lever.apply(live.context, value, ledger)
     if lever.name != "debug_off":  # only the argument checks were on for it to switch off
         assert ledger.entries() or lever.name == "cudnn_benchmark"
     undo()
@@ -302,7 +302,7 @@ def test_training_under_it_then_undo(program, lever, value):
     live = program()
     as_loaded(lever)
     before = everything(live)
-    undo = lever.apply(live.scene, value, Ledger())
+    undo = lever.apply(live.context, value, Ledger())
     under = live.train(2)
     undo()
     after = live.train(2)
@@ -317,7 +317,7 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
     """state_dict keys and values stay; a pickled or copied model and optimizer contain nothing of flatout."""
     live = program()
     keys = list(live.model.state_dict())
-    undo = lever.apply(live.scene, value, Ledger())
+    undo = lever.apply(live.context, value, Ledger())
     live.train()
     assert list(live.model.state_dict()) == keys
     torch.save(live.model, tmp_path / "model.pt")
@@ -341,9 +341,9 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
 @pytest.mark.parametrize(("lever", "value"), CASES)
 def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
     live = program()
-    as_a_rank(lever, monkeypatch, live.scene)
+    as_a_rank(lever, monkeypatch, live.context)
     before = everything(live)
-    undo = lever.known_bad(live.scene, value, Ledger())
+    undo = lever.known_bad(live.context, value, Ledger())
     undo()
     now = everything(live)
     for what in before.keys() - {"values", "random"}:  # two of them are a small offset and a random number
@@ -357,7 +357,7 @@ def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
 def test_exact_levers_give_bitwise_losses(program, name):
     plain = program(epochs=4)
     live = program(epochs=1)
-    undo = BY_NAME[name].apply(live.scene, True, Ledger())
+    undo = BY_NAME[name].apply(live.context, True, Ledger())
     live.train(2)
     undo()
     live.train(1)
@@ -372,14 +372,14 @@ def test_loader_workers_are_exact_over_data_without_random_numbers(program, work
     plain, live = program(epochs=3), program(epochs=3, early=[(BY_NAME["loader"], {"workers": workers})])
     assert live.loader.num_workers == workers
     assert live.loader.persistent_workers
-    assert live.scene.data_is_random() is False
+    assert live.context.data_is_random() is False
     assert live.losses == plain.losses
 
 
 def test_compile_without_a_call_costs_nothing_and_leaves_nothing(program):
     """Applied and undone between two steps: no compilation, bitwise the same training."""
     plain, live = program(epochs=2), program(epochs=1)
-    BY_NAME["compile"].apply(live.scene, "default", Ledger())()
+    BY_NAME["compile"].apply(live.context, "default", Ledger())()
     live.train()
     assert live.losses == plain.losses
 
@@ -390,8 +390,8 @@ def test_a_lever_failing_to_apply_leaves_nothing(program):
     for lever in IN_PROCESS:
         if lever.name in ("channels_last", "autocast", "compile"):
             before, ledger = everything(live), Ledger()
-            broken = SimpleNamespace(**{n: getattr(live.scene, n) for n in ("torch", "parameters", "optimizers", "device_type")}, roots=[live.model, None])
-            broken.wrap_forward = lambda root, wrapper, ledger: live.scene.wrap_forward(root, wrapper, ledger)
+            broken = SimpleNamespace(**{n: getattr(live.context, n) for n in ("torch", "parameters", "optimizers", "device_type")}, roots=[live.model, None])
+            broken.wrap_forward = lambda root, wrapper, ledger: live.context.wrap_forward(root, wrapper, ledger)
             with pytest.raises(AttributeError):
                 lever.apply(broken, VALUES[lever.name][0], ledger)
             ledger.restore()

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.levers.compile import LEVER as COMPILE
 from flatout.levers.fused_ops import LEVER
@@ -39,13 +39,13 @@ class Tokens(torch.nn.Module):
 
 
 class Training:
-    """With a Scene around it, unless it is ``plain``: two Scenes would observe each other's programs."""
+    """With a training context around it, unless it is ``plain``: two training contexts would observe each other's programs."""
 
     def __init__(self, optimizer="AdamW", plain=False, **options):
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
+        self.context = TrainingContext(torch, Listener(), self.ledger)
         if not plain:
-            self.scene.install()
+            self.context.install()
         torch.manual_seed(0)
         self.model = Tokens(**options)
         self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01) if optimizer else None
@@ -70,7 +70,7 @@ def test_it_trains_the_same(training, tied):
     expected = plain.steps(8)
     got = live.steps(2)
     before = deferred.COUNT[0]
-    undo = LEVER.apply(live.scene, True, Ledger())
+    undo = LEVER.apply(live.context, True, Ledger())
     got += live.steps(3)
     assert deferred.COUNT[0] == before + 3
     undo()
@@ -78,14 +78,14 @@ def test_it_trains_the_same(training, tied):
     assert deferred.COUNT[0] == before + 3
     assert got == pytest.approx(expected, rel=1e-5)
     assert not [m for m in live.model.modules() if "forward" in vars(m)]
-    assert live.scene.reports == []
+    assert live.context.reports == []
 
 
 def test_logits_that_the_script_reads_after_the_step(training):
     """The accuracy of a batch is computed after the optimizer has updated the weights, as in many scripts."""
     plain, live = training(plain=True), training()
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     plain.model.load_state_dict(live.model.state_dict())
     for which in (plain, live):
         which.optimizer = torch.optim.SGD(which.model.parameters(), lr=0.5)
@@ -98,7 +98,7 @@ def test_logits_that_the_script_reads_after_the_step(training):
 def test_evaluation_is_plain(training):
     live = training()
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     tokens = torch.randint(50, (2, 5))
     with torch.no_grad():
         logits, _ = live.model(tokens, tokens)
@@ -108,37 +108,37 @@ def test_evaluation_is_plain(training):
 def test_a_gradient_that_does_not_come_from_the_loss(training):
     live = training()
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     for _ in range(4):
         live.model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[0].square().mean().backward()
         live.optimizer.step()
-    assert live.scene.reports == []  # the loss inside the model was still replaced
+    assert live.context.reports == []  # the loss inside the model was still replaced
 
 
 def test_a_lever_that_did_nothing_says_so(training):
     other = training()
     other.steps(2)
     other.model.forward = lambda tokens, targets: (None, other.model.head(other.model.body(other.model.token(tokens))).square().mean())
-    LEVER.apply(other.scene, True, other.ledger)
+    LEVER.apply(other.context, True, other.ledger)
     other.steps(4)
-    assert [name for name, _ in other.scene.reports] == ["fused_ops"]
-    assert "do not go straight into cross_entropy" in other.scene.reports[0][1]
+    assert [name for name, _ in other.context.reports] == ["fused_ops"]
+    assert "do not go straight into cross_entropy" in other.context.reports[0][1]
 
 
 def test_reasons(training):
     def reason(live):
-        answer = LEVER.applies(FACTS, live.scene)
+        answer = LEVER.applies(FACTS, live.context)
         assert isinstance(answer, Skip), answer
         return answer.reason
 
     live = training()
     live.steps(2)
-    assert LEVER.applies(FACTS, live.scene) == Options((True,))
-    live.scene.create_graph_seen = True
+    assert LEVER.applies(FACTS, live.context) == Options((True,))
+    live.context.create_graph_seen = True
     assert "differentiates twice" in reason(live)
-    live.scene.create_graph_seen, live.scene.compiled_by_script = False, True
+    live.context.create_graph_seen, live.context.compiled_by_script = False, True
     assert "compiles the model" in reason(live)
-    live.scene.compiled_by_script = False
+    live.context.compiled_by_script = False
     live.model.head.register_forward_hook(lambda *_: None)
     assert "as wide as a vocabulary" in reason(live)
 
@@ -146,7 +146,7 @@ def test_reasons(training):
 def test_without_an_optimizer_it_is_left_alone(training):
     live = training(optimizer=None)
     live.steps(2)
-    answer = LEVER.applies(FACTS, live.scene)
+    answer = LEVER.applies(FACTS, live.context)
     assert isinstance(answer, Skip)
     assert "no torch.optim.Optimizer" in answer.reason
 
@@ -155,7 +155,7 @@ def test_hooks_that_come_later_see_the_logits(training):
     plain, live = training(plain=True), training()
     seen = {}
     live.steps(2)
-    LEVER.apply(live.scene, True, live.ledger)
+    LEVER.apply(live.context, True, live.ledger)
     plain.steps(2)
     for name, which in (("plain", plain), ("live", live)):
         which.model.head.register_forward_hook(lambda module, args, output, name=name: seen.__setitem__(name, output.float().mean().item()))
@@ -167,7 +167,7 @@ def test_known_bad_loses_gradient(training):
     plain, bad = training(plain=True), training()
     bad.steps(2)
     plain.model.load_state_dict(bad.model.state_dict())
-    undo = LEVER.known_bad(bad.scene, True, Ledger())
+    undo = LEVER.known_bad(bad.context, True, Ledger())
     tokens = torch.randint(50, (4, 9))
     gradients = []
     for each in (plain, bad):
@@ -202,14 +202,14 @@ class Blocks(torch.nn.Module):
 def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     live = training()
     live.model = Blocks()
-    live.scene.introduce([live.model], [live.optimizer], [])
+    live.context.introduce([live.model], [live.optimizer], [])
     before = deferred.COUNT[0]
-    undo = LEVER.apply(live.scene, True, Ledger())
-    assert [module for module in live.model.modules() if "forward" in vars(module)] == [live.model.head] == live.scene.uncompiled
+    undo = LEVER.apply(live.context, True, Ledger())
+    assert [module for module in live.model.modules() if "forward" in vars(module)] == [live.model.head] == live.context.uncompiled
     live.steps(1)
     assert deferred.COUNT[0] == before + 1
     undo()
-    assert live.scene.uncompiled == []
+    assert live.context.uncompiled == []
 
 
 def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monkeypatch):
@@ -230,9 +230,9 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
         torch.manual_seed(0)
         model, draw, losses = Blocks(), torch.Generator().manual_seed(1), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scene = Scene(torch, Listener(), Ledger())
-        scene.introduce([model], [optimizer], [])
-        undo = [lever.apply(scene, value, Ledger()) for lever, value in levers]
+        context = TrainingContext(torch, Listener(), Ledger())
+        context.introduce([model], [optimizer], [])
+        undo = [lever.apply(context, value, Ledger()) for lever, value in levers]
         for step in range(6):
             tokens = torch.randint(50, (4, 9), generator=draw)
             logits, loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -242,7 +242,7 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
             losses += [loss.item(), logits.argmax(-1).float().mean().item() if step == 4 else 0.0]  # logits that are read after the step
         for each in reversed(undo):
             each()
-        assert scene.reports == scene.uncompiled == []
+        assert context.reports == context.uncompiled == []
         assert not [module for module in model.modules() if "forward" in vars(module)]
         return losses
 

@@ -6,8 +6,8 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.lever import Options, Skip
-from flatout.plan.words import Moment
 from flatout.probe.machine import look
 
 torch = pytest.importorskip("torch")
@@ -28,15 +28,15 @@ def test_on_and_off_again(program, lever):
     Off again, flags, hooks, layouts and groups are as before.
     """
     live = program(device="cuda")
-    answer = lever.applies(look(), live.scene)
+    answer = lever.applies(look(), live.context)
     for value in answer.values if isinstance(answer, Options) else ():
         before = [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
                   [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
-        undo = lever.apply(live.scene, value, Ledger())
+        undo = lever.apply(live.context, value, Ledger())
         losses = live.train(2)
         undo()
         assert all(torch.isfinite(torch.tensor(losses)))
-        assert live.scene.reports == []
+        assert live.context.reports == []
         assert before == [
             torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
             [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
@@ -47,25 +47,25 @@ def test_on_and_off_again(program, lever):
 def test_it_is_offered_here(program, name):
     live = program(device="cuda")
     if name == "tf32" and torch.cuda.get_device_capability()[0] < 8:
-        assert isinstance(LEVER[name].applies(look(), live.scene), Skip)
+        assert isinstance(LEVER[name].applies(look(), live.context), Skip)
     else:
-        assert isinstance(LEVER[name].applies(look(), live.scene), Options)
+        assert isinstance(LEVER[name].applies(look(), live.context), Options)
 
 
 def test_tf32_and_compile_together(program):
     """Inductor reads the precision flags; both families of flags must answer."""
     live = program(device="cuda")
-    LEVER["tf32"].apply(live.scene, True, Ledger())
-    LEVER["compile"].apply(live.scene, "max-autotune-no-cudagraphs", Ledger())
+    LEVER["tf32"].apply(live.context, True, Ledger())
+    LEVER["compile"].apply(live.context, "max-autotune-no-cudagraphs", Ledger())
     assert all(torch.isfinite(torch.tensor(live.train(2))))
-    assert live.scene.reports == []
+    assert live.context.reports == []
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_trains(program, dtype):
     plain, live = program(device="cuda"), program(device="cuda")
-    LEVER["autocast"].apply(live.scene, dtype, Ledger())
+    LEVER["autocast"].apply(live.context, dtype, Ledger())
     mine, theirs = live.train(6), plain.train(6)
     assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
     assert all(p.dtype == torch.float32 for p in weights(live))
@@ -106,6 +106,6 @@ def test_batches_that_are_there_already_are_the_plain_ones(program, name, value,
         torch.manual_seed(5)
         each.loader = torch.utils.data.DataLoader(Bytes(pipeline), batch_size=8, shuffle=True, num_workers=workers)
         each.train(3)
-    assert live.scene.reports == []
+    assert live.context.reports == []
     assert live.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(weights(live), weights(plain), strict=True))

@@ -9,9 +9,9 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Options, Skip
-from flatout.plan.words import Effect
 
 torch = pytest.importorskip("torch")
 
@@ -20,13 +20,13 @@ FACTS = Facts(cores=4, cpu_flags=("avx512_bf16",), system="Linux")
 
 
 def reason(name, program):
-    answer = LEVER[name].applies(FACTS, program.scene)
+    answer = LEVER[name].applies(FACTS, program.training_context)
     assert isinstance(answer, Skip), answer
     return answer.reason
 
 
 def values(name, program):
-    answer = LEVER[name].applies(FACTS, program.scene)
+    answer = LEVER[name].applies(FACTS, program.training_context)
     assert isinstance(answer, Options), answer
     return answer.values
 
@@ -68,10 +68,10 @@ def test_own_threads(program):
     live = program()
     before = torch.get_num_threads()
     try:
-        live.scene.threads_at_import = 2  # the default of a machine with two cores
+        live.training_context.threads_at_import = 2  # the default of a machine with two cores
         torch.set_num_threads(3)
         assert reason("threads", live) == "the program has already set the number of threads to 3"
-        live.scene.threads_at_import = 3
+        live.training_context.threads_at_import = 3
         assert values("threads", live) == (1,)
     finally:
         torch.set_num_threads(before)
@@ -87,7 +87,7 @@ def test_own_form_of_the_optimizer(program, own):
     assert reason("fused_optimizer", live) == f"the program creates its Adam with {name}={value}"
     before = [dict(group) for group in live.optimizer.param_groups]
     with pytest.raises(LookupError):
-        LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
+        LEVER["fused_optimizer"].apply(live.training_context, "fused", Ledger())
     assert all(a[k] == b[k] for a, b in zip(before, live.optimizer.param_groups, strict=True) for k in a if k != "params")
 
 
@@ -133,7 +133,7 @@ def test_one_of_two_optimizers_has_a_fused_form(program):
         other.step()
         live.optimizer.step()
     assert values("fused_optimizer", live) == ("fused",)
-    undo = LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
+    undo = LEVER["fused_optimizer"].apply(live.training_context, "fused", Ledger())
     assert live.optimizer.param_groups[0]["fused"] is True
     assert "fused" not in other.param_groups[0]
     undo()
@@ -194,7 +194,7 @@ def test_debugging_aids(program, aid):
             assert reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
         else:
             assert values("debug_off", live) == (True,)
-            undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
+            undo = LEVER["debug_off"].apply(live.training_context, True, Ledger())
             assert not torch.is_anomaly_enabled()
             assert not torch.distributions.Distribution._validate_args
             assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -223,7 +223,7 @@ def test_anomaly_detection_around_each_step_stays_off(program):
 
     assert step()
     assert values("debug_off", live) == (True,)
-    undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
+    undo = LEVER["debug_off"].apply(live.training_context, True, Ledger())
     assert not step()
     assert not torch.is_anomaly_enabled()
     undo()
@@ -376,11 +376,11 @@ def test_an_iterable_data_set_is_left_alone(program):
 
 def test_only_an_iterable_data_set(program):
     live = program(epochs=0)
-    live.scene.loaders.clear()
+    live.training_context.loaders.clear()
     live.loader = torch.utils.data.DataLoader([(torch.zeros(3, 12, 12), torch.tensor(0))] * 8, batch_size=4)
     live.train()
     assert values("loader", live)
-    live.scene.loaders.clear()
+    live.training_context.loaders.clear()
     torch.utils.data.DataLoader(Stream(), batch_size=4)
     assert "IterableDataset" in reason("loader", live)
 
@@ -395,17 +395,17 @@ class Augmented(torch.utils.data.Dataset):
 
 def test_random_data_is_resampled_not_exact(program):
     live = program(epochs=0)
-    live.scene.loaders.clear()
-    live.scene._loaders._dataset = None
+    live.training_context.loaders.clear()
+    live.training_context._loaders._dataset = None
     live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
     live.train()
-    answer = LEVER["loader"].applies(FACTS, live.scene)
+    answer = LEVER["loader"].applies(FACTS, live.training_context)
     assert isinstance(answer, Options)
     assert answer.effect is Effect.RESAMPLED
 
 
 def test_data_without_random_numbers_is_exact(program):
-    answer = LEVER["loader"].applies(FACTS, program().scene)
+    answer = LEVER["loader"].applies(FACTS, program().training_context)
     assert isinstance(answer, Options)
     assert answer.effect is Effect.EXACT
 
@@ -447,10 +447,10 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
     if "batch_sampler" in arguments:
         del arguments["batch_size"]
-    live.scene.loaders.clear()
+    live.training_context.loaders.clear()
     live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
     assert live.loader.num_workers == 3
-    live.scene.backwards += 1
+    live.training_context.backwards += 1
     assert "may depend on earlier steps, so batches cannot be loaded ahead" in reason("loader", live)
 
 
@@ -481,11 +481,11 @@ class OwnGenerator(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, asked, values, effect):
     live = program(epochs=0)
-    live.scene.loaders.clear()
-    live.scene._loaders._dataset = None
+    live.training_context.loaders.clear()
+    live.training_context._loaders._dataset = None
     live.loader = torch.utils.data.DataLoader(make(), batch_size=8, num_workers=asked)
-    live.scene.backwards += 1
-    answer = LEVER["loader"].applies(FACTS, live.scene)
+    live.training_context.backwards += 1
+    answer = LEVER["loader"].applies(FACTS, live.training_context)
     assert answer.effect is effect
     assert values is None or answer.values == values
     assert {"threads": 1} not in answer.values  # it would use random numbers concurrently with the program
@@ -501,12 +501,12 @@ def test_fewer_workers_than_asked(program):
 
 def test_a_value_that_is_no_table_is_rejected(program):
     with pytest.raises(TypeError, match="workers = 2"):
-        LEVER["loader"].apply(program().scene, 3, Ledger())
+        LEVER["loader"].apply(program().training_context, 3, Ledger())
 
 
 def test_a_script_without_loaders(program):
     live = program(epochs=0)
-    live.scene.loaders.clear()
+    live.training_context.loaders.clear()
     train(live.model, live.optimizer)
     assert "no torch DataLoader was made" in reason("loader", live)
 
@@ -514,7 +514,7 @@ def test_a_script_without_loaders(program):
 def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
     live = program()
     assert not any("pin" in value for value in values("loader", live))
-    monkeypatch.setattr(type(live.scene), "device_type", "cuda")
+    monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
     offered = values("loader", live)
     assert {"workers": 0, "pin": True} in offered
     assert {"threads": 1, "pin": True} in offered
@@ -527,6 +527,6 @@ def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
     (2**30, 2**30, ({"mib": 1}, {"mib": 1, "host": True})), (2**30, 0, ({"mib": 1},)), (0, 2**30, ({"mib": 1, "host": True},))])
 def test_data_that_does_not_fit_on_the_gpu_stays_beside_it(program, monkeypatch, on_the_gpu, on_the_host, offered):
     live = program()
-    monkeypatch.setattr(type(live.scene), "device_type", "cuda")
+    monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
     facts = Facts(memory_bytes=on_the_host, gpus=(Gpu("H200", on_the_gpu, (9, 0)),))
-    assert LEVER["resident_data"].applies(facts, live.scene) == Options(offered)
+    assert LEVER["resident_data"].applies(facts, live.training_context) == Options(offered)

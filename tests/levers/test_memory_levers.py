@@ -14,11 +14,11 @@ import pytest
 from flatout.capture.ledger import Ledger
 from flatout.engine.applier import Applier
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Moment
-from flatout.saved.host import Offloading
+from flatout.saved.host import OffloadHooks
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -69,11 +69,11 @@ def test_recompute_is_exact(program, value):
     torch.set_rng_state(random)
     live.train(0)
     for on in (True, False, True):
-        undo = LEVER["recompute"].apply(live.scene, value, Ledger()) if on else None
+        undo = LEVER["recompute"].apply(live.context, value, Ledger()) if on else None
         live.train(1)
         if undo is not None:
             undo()
-    assert live.scene.reports == []
+    assert live.context.reports == []
     assert live.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True))
 
@@ -85,7 +85,7 @@ def test_inplace_only_where_nothing_changes(program, block, activation):
     random = torch.get_rng_state()
     plain.train(2)
     torch.set_rng_state(random)
-    undo = LEVER["inplace"].apply(live.scene, True, Ledger())
+    undo = LEVER["inplace"].apply(live.context, True, Ledger())
     live.train(2)
     placed = [m.inplace for m in live.model.modules() if type(m) is activation]
     undo()
@@ -105,7 +105,7 @@ def test_inplace_is_tried_no_further_on_a_model_that_does_not_repeat_itself(prog
 
     live = program(model=images(*[lambda: Unsteady(nn.ReLU)] * 2))
     live.train(0)
-    LEVER["inplace"].apply(live.scene, True, live.ledger)
+    LEVER["inplace"].apply(live.context, True, live.ledger)
     Unsteady.calls = 0
     live.model(torch.randn(2, 3, 12, 12))
     assert Unsteady.calls == 2 * (1 + 2)  # two blocks: the call itself, and two on copies
@@ -116,7 +116,7 @@ def test_inplace_leaves_the_batch_alone(program):
     """A first layer that would overwrite the script's input."""
     model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(432, 5))
     live = program(model=model)
-    LEVER["inplace"].apply(live.scene, True, Ledger())
+    LEVER["inplace"].apply(live.context, True, Ledger())
     x = torch.randn(4, 3, 12, 12)
     before = x.clone()
     model(x)
@@ -132,7 +132,7 @@ def test_the_known_bad_shows_in_the_losses(program, name, value, block):
     random = torch.get_rng_state()
     plain.train(1)
     torch.set_rng_state(random)
-    LEVER[name].known_bad(live.scene, value, Ledger())
+    LEVER[name].known_bad(live.context, value, Ledger())
     live.train(1)
     assert live.losses != plain.losses
 
@@ -142,7 +142,7 @@ def test_offloaded_tensors_come_back_bit_for_bit():
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     x = torch.randn(64, 64)
     gradients = []
-    hooks = Offloading(torch, "cpu", least_bytes=64 * 256 * 4)
+    hooks = OffloadHooks(torch, "cpu", least_bytes=64 * 256 * 4)
     for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
         model.zero_grad()
         with around:
@@ -152,7 +152,7 @@ def test_offloaded_tensors_come_back_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert hooks.moved_bytes == 2 * 64 * 256 * 4  # GELU's input and output; the weights stay
     part = torch.arange(24.0).view(4, 6).t()[1:4]
-    assert torch.equal(hooks.unpack(Offloading(torch, "cpu", least_bytes=1).pack(part)), part)
+    assert torch.equal(hooks.unpack(OffloadHooks(torch, "cpu", least_bytes=1).pack(part)), part)
     changed = hooks.pack(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -163,7 +163,7 @@ def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
     """Three projections save their one input; a tensor that was written to in between is another one."""
     query, key, value = (nn.Linear(64, 64, bias=False) for _ in range(3))
     gradients = []
-    hooks = Offloading(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
+    hooks = OffloadHooks(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
     for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
         x = torch.linspace(-1, 1, 4 * 32 * 64).view(4, 32, 64).requires_grad_()
         with around:
@@ -183,26 +183,26 @@ def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
 
 def test_programs_left_alone_and_the_reasons(program):
     live = program()
-    assert "no parameter of the program is on a CUDA device" in LEVER["offload"].applies(FACTS, live.scene).reason
-    assert "without inplace=True" in LEVER["inplace"].applies(FACTS, live.scene).reason
-    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.scene).values
+    assert "no parameter of the program is on a CUDA device" in LEVER["offload"].applies(FACTS, live.context).reason
+    assert "without inplace=True" in LEVER["inplace"].applies(FACTS, live.context).reason
+    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.context).values
     blocks = program(model=images(Residual, Residual))
-    assert {"blocks": 1.0} in LEVER["recompute"].applies(FACTS, blocks.scene).values
+    assert {"blocks": 1.0} in LEVER["recompute"].applies(FACTS, blocks.context).values
     blocks.model[1].conv.register_forward_hook(lambda *_: None)
     blocks.model[2].conv.register_forward_hook(lambda *_: None)
-    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, blocks.scene).values
+    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, blocks.context).values
     with pytest.raises(LookupError, match="hook on a Conv2d"):
-        LEVER["recompute"].apply(blocks.scene, {"blocks": 1.0}, Ledger())
-    blocks.scene.create_graph_seen = True
-    assert isinstance(LEVER["recompute"].applies(FACTS, blocks.scene), Skip)
-    assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.scene), Skip)
+        LEVER["recompute"].apply(blocks.context, {"blocks": 1.0}, Ledger())
+    blocks.context.create_graph_seen = True
+    assert isinstance(LEVER["recompute"].applies(FACTS, blocks.context), Skip)
+    assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.context), Skip)
 
 
 @pytest.mark.parametrize("value", [True, {"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}])
 def test_an_invalid_value_is_rejected(program, value):
     live = program()
     with pytest.raises(TypeError, match="recompute"):
-        LEVER["recompute"].apply(live.scene, value, Ledger())
+        LEVER["recompute"].apply(live.context, value, Ledger())
 
 
 def test_no_block_that_may_be_computed_twice_is_reported(program):
@@ -214,16 +214,16 @@ def test_no_block_that_may_be_computed_twice_is_reported(program):
             return super().forward(x)
 
     live = program(model=images(Counting, Counting))
-    LEVER["recompute"].apply(live.scene, {"blocks": 1.0}, Ledger())
+    LEVER["recompute"].apply(live.context, {"blocks": 1.0}, Ledger())
     live.train()
-    assert [(name, "from call to call" in sentence) for name, sentence in live.scene.reports] == [("recompute", True)]
+    assert [(name, "from call to call" in sentence) for name, sentence in live.context.reports] == [("recompute", True)]
 
 
 def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program):
     from torch._functorch import config
 
     live = program(model=images(Residual, Residual))
-    applier = Applier(TABLE, FACTS, live.scene)
+    applier = Applier(TABLE, FACTS, live.context)
     applier.start(Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,))
     said = {o.choice.name: (o.applied, o.reason) for o in applier.outcomes}
     assert said == {"memory_budget": (False, "it requires compile, which is not applied"), "recompute": (True, "")}
@@ -241,9 +241,9 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
 def test_without_torchao_the_install_command_is_named(program, monkeypatch):
     monkeypatch.setattr(sys.modules["flatout.levers.optimizer_state"], "find_spec", lambda name: None)
     live = program()
-    assert "pip install" in LEVER["optimizer_state"].applies(FACTS, live.scene).reason
+    assert "pip install" in LEVER["optimizer_state"].applies(FACTS, live.context).reason
     with pytest.raises(LookupError, match="pip install"):
-        LEVER["optimizer_state"].apply(live.scene, "8bit", Ledger())
+        LEVER["optimizer_state"].apply(live.context, "8bit", Ledger())
 
 
 @pytest.mark.parametrize("value", ["8bit", "4bit", "fp8"])
@@ -255,10 +255,10 @@ def test_low_bit_moments(program, value):
     plain = copy.deepcopy(live.model)
     weight = live.model[1].weight
     moment = live.optimizer.state[weight]["exp_avg"].clone()
-    assert isinstance(LEVER["optimizer_state"].applies(FACTS, live.scene), Options)
+    assert isinstance(LEVER["optimizer_state"].applies(FACTS, live.context), Options)
     torch.compiler.set_stance("force_eager")  # its arithmetic, without the compiler that would take a minute
     try:
-        undo = LEVER["optimizer_state"].apply(live.scene, value, Ledger())
+        undo = LEVER["optimizer_state"].apply(live.context, value, Ledger())
         held = live.optimizer.state[weight]["exp_avg"]
         assert type(held) is not torch.Tensor
         assert (held.dequantize() - moment).norm() < 0.2 * moment.norm()
@@ -266,7 +266,7 @@ def test_low_bit_moments(program, value):
             group["lr"] = 0.0
         live.train(1)
         assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), live.model.parameters(), strict=True))  # the script's learning rate holds
-        assert live.scene.optimizers == [live.optimizer]
+        assert live.context.optimizers == [live.optimizer]
         undo()
         assert type(live.optimizer.state[weight]["exp_avg"]) is torch.Tensor
         live.train(1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from flatout.capture.ledger import Ledger
 from flatout.levers.fused_optimizer import LEVER
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
-from flatout.plan.words import Effect
 
 torch = pytest.importorskip("torch")
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
@@ -31,12 +31,12 @@ MORE = {"SGD": ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximi
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
-def scene(*optimizers):
+def context(*optimizers):
     return SimpleNamespace(torch=torch, optimizers=list(optimizers), device_type="cpu")
 
 
 def merge(optimizer):
-    return LEVER.apply(scene(optimizer), "merged", Ledger())
+    return LEVER.apply(context(optimizer), "merged", Ledger())
 
 
 class Seen:
@@ -326,7 +326,7 @@ def test_a_parameter_that_is_thawed_inside_a_group_joins_a_fused_update(kind):
         parameters[0].grad = None
         optimizer.step()
         if lever:
-            LEVER.apply(scene(optimizer), "fused", Ledger())
+            LEVER.apply(context(optimizer), "fused", Ledger())
         for _ in range(3):
             parameters[0].grad = torch.ones(3, 2)
             optimizer.step()
@@ -372,17 +372,17 @@ def test_grad_scaler_of_a_fused_optimizer():
 
 def test_it_is_offered_alone_where_the_form_is_the_scripts_own():
     optimizer = torch.optim.AdamW(groups_of([1, 1]), lr=0.1, fused=True)
-    answer = LEVER.applies(Facts(), scene(optimizer))
+    answer = LEVER.applies(Facts(), context(optimizer))
     assert answer == Options(("merged",), effect=Effect.EXACT)
     optimizer.param_groups[1]["lr"] = 0.2
-    answer = LEVER.applies(Facts(), scene(optimizer))
+    answer = LEVER.applies(Facts(), context(optimizer))
     assert isinstance(answer, Skip)
     assert answer.reason == "the program creates its AdamW with fused=True"
 
 
 def test_other_optimizers_are_left_alone():
     optimizer = type("Own", (torch.optim.SGD,), {})(groups_of([1, 1]), lr=0.1)
-    assert isinstance(LEVER.applies(Facts(), scene(optimizer)), Skip)
+    assert isinstance(LEVER.applies(Facts(), context(optimizer)), Skip)
     with pytest.raises(LookupError, match="merged implementation"):
         merge(optimizer)
 
@@ -409,7 +409,7 @@ def test_an_optimizer_whose_step_the_compiler_has_wrapped(monkeypatch):
     """This is what the compiler, once imported, does to the steps that it cannot compile."""
     optimizer = torch.optim.RAdam(groups_of([1, 1]), foreach=True)
     monkeypatch.setattr(torch.optim.RAdam, "step", torch.compiler.disable(torch.optim.RAdam.step))
-    assert LEVER.applies(Facts(), scene(optimizer)) == Options(("merged",), effect=Effect.EXACT)
+    assert LEVER.applies(Facts(), context(optimizer)) == Options(("merged",), effect=Effect.EXACT)
     seen = Seen(optimizer)
     undo = merge(optimizer)
     optimizer.step()
@@ -420,7 +420,7 @@ def test_an_optimizer_whose_step_the_compiler_has_wrapped(monkeypatch):
 def test_fused_merges_too():
     optimizer = torch.optim.Adam(groups_of([1, 2]), lr=0.1)
     seen = Seen(optimizer)
-    undo = LEVER.apply(scene(optimizer), "fused", Ledger())
+    undo = LEVER.apply(context(optimizer), "fused", Ledger())
     optimizer.step()
     undo()
     optimizer.step()

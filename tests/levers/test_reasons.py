@@ -24,13 +24,13 @@ import pytest
 from reason_templates import FROM_THE_PIPELINE, templates
 
 from flatout.launch.command import understand
-from flatout.launch.gang import launcher_of
+from flatout.launch.local_launcher import launcher_of
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Effect
 from flatout.plan.facts import Gpu
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Effect
 from flatout.probe.machine import look
 from flatout.trial.parent import Trial
 from flatout.tune import candidates, ranks

@@ -58,9 +58,9 @@ def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = {name: style() for name, style in STYLES.items()} if kind == "tensor" else flatout.Pipeline(ranks, "gpipe") if kind == "pipeline" else None
     loader = DataLoader(data, batch, shuffle=sampler is None, sampler=sampler)
-    return flatout.Loop(model, optimizer, loss_fn, loader, epochs=5, parallel=parallel, clip=0.5, saves=folder, save_every=1,
+    return flatout.Loop(model, optimizer, loss_fn, loader, epochs=5, parallel=parallel, clip=0.5, checkpoint_dir=folder, save_every=1,
                         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), **more,
-                        also={"momentum": torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)} if beside else None)
+                        extra_state={"momentum": torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)} if beside else None)
 
 
 def digest(loop):

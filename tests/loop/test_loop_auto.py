@@ -14,11 +14,11 @@ from torch import nn  # noqa: E402
 from flatout import Loop, Plan  # noqa: E402
 from flatout.loop import levers  # noqa: E402
 from flatout.loop.autoplan import effects_of  # noqa: E402
-from flatout.loop.tuning import StepSeen, bound, search  # noqa: E402
+from flatout.loop.tuning import TuningSample, bound, search  # noqa: E402
+from flatout.plan.enums import Effect  # noqa: E402
 from flatout.plan.errors import LoopError  # noqa: E402
 from flatout.plan.lever import Options  # noqa: E402
 from flatout.plan.plan import Choice  # noqa: E402
-from flatout.plan.words import Effect  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
 
 FASTER = {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.8}
@@ -38,7 +38,7 @@ def played(steps, factors, check=lambda choices, effect: "", fails=lambda names:
             ms = 10.0 * noise(len(used))
             for name in names:
                 ms *= factors[name]
-            wanted = going.send(StepSeen(ms, fails(names)))
+            wanted = going.send(TuningSample(ms, fails(names)))
     except StopIteration as over:
         return {each.choice.name: each for each in over.value}, used
 
@@ -144,7 +144,7 @@ def test_a_wrong_lever_never_affects_the_training(trained, monkeypatch):
     """The known-bad variant of a lever that applies here: it would double the learning rate."""
     from dataclasses import replace
 
-    table = tuple(replace(lever, apply=lever.known_bad, applies=lambda facts, scene: Options((True,))) if lever.name == "fused_optimizer" else lever
+    table = tuple(replace(lever, apply=lever.known_bad, applies=lambda facts, context: Options((True,))) if lever.name == "fused_optimizer" else lever
                   for lever in levers.TABLE)
     monkeypatch.setattr(levers, "TABLE", table)
     plain, _ = trained()

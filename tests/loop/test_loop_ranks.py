@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")
-PATIENCE_S = 150
+TIMEOUT_S = 150
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def ranks(tmp_path_factory):
     pair = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
             for rank in (0, 1)]
     try:
-        said = [process.communicate(timeout=PATIENCE_S) for process in pair]
+        said = [process.communicate(timeout=TIMEOUT_S) for process in pair]
     finally:
         for process in pair:
             process.kill()

@@ -54,7 +54,7 @@ def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
     loader = DataLoader(data or Data(), batch, shuffle=True)
     arguments = {"epochs": 3, "scheduler": scheduler, "effective_batch": 4, "allow_inexact": True, "save_every": 1, "also": {"average": average}, **more}
-    return flatout.Loop(model, optimizer, loss_fn, loader, saves=folder, **arguments), average
+    return flatout.Loop(model, optimizer, loss_fn, loader, checkpoint_dir=folder, **arguments), average
 
 
 def train(folder, until=None, **more):
@@ -106,7 +106,7 @@ def losses_of(folder, until=None, **more):
     flatout.seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     batches = [(x, x.sum(1)) for x in torch.randn(150, 8, 6, generator=torch.Generator().manual_seed(1))]
-    loop = flatout.Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, batches, epochs=2, saves=folder, **more)
+    loop = flatout.Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, batches, epochs=2, checkpoint_dir=folder, **more)
     losses = {}
     for step in loop:
         losses[step.index] = float(step.loss)
@@ -169,7 +169,7 @@ def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, u
     import shutil
 
     shutil.copytree(begun[8], tmp_path / "saves")
-    donor = flatout.state.saves.Saves(begun[1]).newest()[0].read(torch)
+    donor = flatout.state.checkpoints.CheckpointFolder(begun[1]).newest()[0].read(torch)
     really = saving.parts_of
 
     def spoiled(*args):
@@ -191,7 +191,7 @@ def test_differences_are_reported_and_nothing_is_claimed(tmp_path, caplog):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(LoopError, match=r"cannot be resumed exactly: threads: 1 when it was saved, 2 now.*fresh=True"):
+        with pytest.raises(LoopError, match=r"cannot be resumed exactly: threads: 1 when it was saved, 2 now.*from_scratch=True"):
             made(tmp_path, on_drift="stop", clip=1.0)
         with caplog.at_level(logging.INFO, "flatout"):
             loop, _ = made(tmp_path, batch=4, effective_batch=None, clip=1.0)
@@ -225,7 +225,7 @@ def test_invalid_checkpoints(tmp_path, caplog):
         (path / "manifest.json").write_text("{}")
     with pytest.raises(SaveError, match="checkpoints in .* are corrupt"):
         made(tmp_path)
-    loop, _ = made(tmp_path, fresh=True)
+    loop, _ = made(tmp_path, from_scratch=True)
     assert loop.resumed is None
     assert list((tmp_path / "before-1").glob("step-*"))
     loop.close()
@@ -249,8 +249,8 @@ def test_unsupported_state_is_named(tmp_path):
         def load_state_dict(self, state):
             pass
 
-    assert train(tmp_path, 2, also={"odd": Odd()})[0].resumed is None
-    loop, _ = made(tmp_path, also={"odd": Odd()})
+    assert train(tmp_path, 2, extra_state={"odd": Odd()})[0].resumed is None
+    loop, _ = made(tmp_path, extra_state={"odd": Odd()})
     assert not loop.resumed.exact
     assert "also.odd.name (object) was not stored" in loop.resumed.inexact
     loop.close()

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flatout import Loop  # noqa: E402
-from flatout.loop.sizing import StepSeen, fastest  # noqa: E402
+from flatout.loop.sizing import SizingSample, fastest  # noqa: E402
 from flatout.plan.errors import LoopError  # noqa: E402
 
 
@@ -21,7 +21,7 @@ def played(size, ms_of, fits=lambda size: True):
     while True:
         steps.append(candidate)
         try:
-            candidate = search.send(StepSeen(ms_of(candidate), fits(candidate)))
+            candidate = search.send(SizingSample(ms_of(candidate), fits(candidate)))
         except StopIteration as over:
             return over.value, steps
 

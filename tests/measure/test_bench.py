@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes that a test can afford; what is done with them is the same."""
+    """Sizes that a test can afford; the measurement is the same."""
     monkeypatch.setattr(bench, "LONG_ENOUGH_MS", 2.0)
     monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
     monkeypatch.setattr(bench, "LARGEST", {"cpu": 512, "cuda": 512})
@@ -45,7 +45,7 @@ def test_every_figure_of_the_host(small, tmp_path):
 
 
 def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
-    """1,000 products of 256 x 256 in a second are 33.6 GFLOP/s: the clock is replaced, nothing else."""
+    """1,000 products of 256 x 256 in a second are 33.6 GFLOP/s: only the clock is replaced."""
     class Clock:
         now = 0.0
 

@@ -18,13 +18,13 @@ def spin(stop) -> None:
 def test_a_busy_neighbour_is_seen():
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    neighbour = context.Process(target=spin, args=(stop,))
-    neighbour.start()
+    other_process = context.Process(target=spin, args=(stop,))
+    other_process.start()
     try:
         busy = busy_cores(1.0)
     finally:
         stop.set()
-        neighbour.join()
+        other_process.join()
     assert busy is not None
     assert 0.3 < busy <= (os.cpu_count() or 1) + 0.5
 

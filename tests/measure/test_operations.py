@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.memory import Moment, allocations, complete, running_totals, seen
-from flatout.measure.operations import Recording
+from flatout.measure.memory import MemoryMoment, allocations, complete, running_totals, seen
+from flatout.measure.operations import ProfilerRecording
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 
 
 class Event:
@@ -28,7 +28,7 @@ class Event:
 
 
 def recording(*events, steps=1, lines=None):
-    return Recording(events, steps, lines or {}, lambda file, line, function: Place(file, line, function=function))
+    return ProfilerRecording(events, steps, lines or {}, lambda file, line, function: SourceLocation(file, line, function=function))
 
 
 FORWARD = ("/home/me/model.py", 12, "forward")
@@ -36,69 +36,69 @@ LOOP = ("/home/me/train.py", 33, "")
 
 
 def test_self_time_calls_and_the_users_line():
-    heard = recording(
+    observed = recording(
         Event("aten::linear", 0, 100, shapes=[[8, 16], [4, 16]], dtypes=["float", "float"]),
         Event("aten::t", 5, 10), Event("aten::addmm", 20, 90, shapes=[[4], [8, 16], [16, 4]], dtypes=["float"] * 3, seq=7),
         Event("autograd::engine::evaluate_function: AddmmBackward0", 200, 300, seq=7, scope=1),
         Event("AddmmBackward0", 205, 290, seq=7, scope=1), Event("aten::mm", 210, 280, shapes=[[16, 8], [8, 4]], dtypes=["float"] * 2),
         lines={("aten::addmm", ((4,), (8, 16), (16, 4))): [FORWARD], ("aten::mm", ((16, 8), (8, 4))): [FORWARD]},
-    ).heard()
-    found = {o.name: o for o in heard.operations}
+    ).observed()
+    found = {o.name: o for o in observed.operations}
     assert found["aten::linear"].host_ms == pytest.approx(0.025)  # 100 less 5 less 70
     assert found["aten::addmm"].host_ms == pytest.approx(0.07)
     assert found["aten::addmm"].flops == 2 * 8 * 16 * 4
     assert found["aten::linear"].flops is None
     assert found["aten::linear"].moved_bytes is None  # the operator below it does the work
-    assert found["aten::addmm"].place == Place("/home/me/model.py", 12, function="forward")
+    assert found["aten::addmm"].place == SourceLocation("/home/me/model.py", 12, function="forward")
     assert found["aten::linear"].place == found["aten::addmm"].place  # it is made of it
-    assert found["aten::mm"].place == Place("/home/me/model.py", 12, function="forward")
-    assert heard.operators == 2  # linear, and mm below a node
-    assert heard.operators_ns == 200_000
-    assert heard.python_share == pytest.approx(1 / 3)  # from 100 to 200
-    assert sum(o.share for o in heard.operations) == pytest.approx(1.0)
+    assert found["aten::mm"].place == SourceLocation("/home/me/model.py", 12, function="forward")
+    assert observed.operators == 2  # linear, and mm below a node
+    assert observed.operators_ns == 200_000
+    assert observed.python_share == pytest.approx(1 / 3)  # from 100 to 200
+    assert sum(o.share for o in observed.operations) == pytest.approx(1.0)
 
 
 def test_dtypes_are_kept_apart_and_steps_divide():
-    heard = recording(Event("aten::mul", 0, 10, shapes=[[4], [4]], dtypes=["float", "float"]),
-                      Event("aten::mul", 20, 60, shapes=[[4], [4]], dtypes=["double", "double"]), steps=2).heard()
-    assert [(o.dtypes, o.calls, o.moved_bytes) for o in heard.operations] == [(["float64"], 0.5, 48.0), (["float32"], 0.5, 24.0)]
+    observed = recording(Event("aten::mul", 0, 10, shapes=[[4], [4]], dtypes=["float", "float"]),
+                      Event("aten::mul", 20, 60, shapes=[[4], [4]], dtypes=["double", "double"]), steps=2).observed()
+    assert [(o.dtypes, o.calls, o.moved_bytes) for o in observed.operations] == [(["float64"], 0.5, 48.0), (["float32"], 0.5, 24.0)]
 
 
 def test_kernels_gaps_and_tensor_cores():
     kernel = {"kind": "kernel", "device": "DeviceType.CUDA"}
-    heard = recording(
+    observed = recording(
         Event("aten::mm", 0, 10, number=1, shapes=[[8, 8], [8, 8]], dtypes=["c10::Half"] * 2),
         Event("aten::mm", 10, 20, number=2, shapes=[[8, 8], [8, 8]], dtypes=["float"] * 2), Event("aten::_local_scalar_dense", 60, 90),
         Event("sm80_xmma_gemm_f16f16_f16f32_tn_n_tilesize128x128_tensorop", 5, 50, linked=1, **kernel),
         Event("void gemmSN_NN_kernel<float>", 100, 120, linked=2, **kernel), Event("void other()", 300, 310, **kernel),
         lines={("aten::_local_scalar_dense", ()): [LOOP]},
-    ).heard()
-    half, single = (o for o in heard.operations if o.name == "aten::mm")
+    ).observed()
+    half, single = (o for o in observed.operations if o.name == "aten::mm")
     assert (half.dtypes, half.tensor_cores, half.device_ms) == (["float16"], True, 0.045)
     assert (single.dtypes, single.tensor_cores, single.device_ms) == (["float32"], False, 0.02)
-    assert heard.busy_ns == 75_000
-    gaps = {gap.what: gap for gap in heard.gaps}
+    assert observed.busy_ns == 75_000
+    gaps = {gap.what: gap for gap in observed.gaps}
     assert gaps["aten::_local_scalar_dense"].ms == pytest.approx(0.05)
-    assert gaps["aten::_local_scalar_dense"].place == Place("/home/me/train.py", 33)
+    assert gaps["aten::_local_scalar_dense"].place == SourceLocation("/home/me/train.py", 33)
     assert gaps["python"].ms == pytest.approx(0.18)
 
 
 def test_the_roofline():
     ceilings = {"matmul_float32_flops": 1e12, "memory_bytes_per_s": 1e11}
-    heard = recording(
+    observed = recording(
         Event("aten::mm", 0, 4000, shapes=[[1000, 1000], [1000, 1000]], dtypes=["float", "float"]),
         Event("aten::add", 5000, 5240, shapes=[[1000, 1000], [1000, 1000]], dtypes=["float", "float"]),
         Event("aten::neg", 6000, 6008, shapes=[[4]], dtypes=["float"]),
-    ).heard()
-    place_under_roof(heard.operations, ceilings)
-    found = {o.name: o for o in heard.operations}
+    ).observed()
+    place_under_roof(observed.operations, ceilings)
+    found = {o.name: o for o in observed.operations}
     assert (found["aten::mm"].limit, found["aten::mm"].roofline) == ("compute", 0.5)
     assert (found["aten::add"].limit, found["aten::add"].roofline) == ("memory", pytest.approx(0.5))
     assert found["aten::neg"].limit == "launch"
-    assert flops_a_step(heard.operations) == 2e9
-    assert utilisation(heard.operations, 8.0, ceilings) == 0.25
-    place_under_roof(heard.operations, {})
-    assert {(o.limit, o.roofline) for o in heard.operations} == {("unknown", None)}
+    assert flops_a_step(observed.operations) == 2e9
+    assert utilisation(observed.operations, 8.0, ceilings) == 0.25
+    place_under_roof(observed.operations, {})
+    assert {(o.limit, o.roofline) for o in observed.operations} == {("unknown", None)}
 
 
 def test_memory_of_one_step():
@@ -108,8 +108,8 @@ def test_memory_of_one_step():
     assert allocations([*events, *of_devices], 1) == [(15_000, 10_000)]
     totals = running_totals(changes, 1000)
     assert [total for _, total in totals] == [1100, 1500, 1100, 1150, 2150]
-    moments = [Moment(5_000, {"parameters": 600}),
-               Moment(18_000, {"parameters": 600, "activations": 300}, {"0.conv": 300}), Moment(45_000, {"parameters": 600})]
+    moments = [MemoryMoment(5_000, {"parameters": 600}),
+               MemoryMoment(18_000, {"parameters": 600, "activations": 300}, {"0.conv": 300}), MemoryMoment(45_000, {"parameters": 600})]
     found = seen("host", totals, 1000, moments, 5_000, 50_000)
     assert found.peak_bytes == 1500
     assert found.at_peak == {"parameters": 600, "activations": 300, "other": 600}
@@ -121,19 +121,19 @@ def test_memory_of_one_step():
 def test_calls_of_one_kind_have_the_lines_of_their_turn():
     first, second = ("/home/me/model.py", 3, "f"), ("/home/me/model.py", 4, "f")
     calls = [Event("aten::add", 10 * at, 10 * at + (2 if at % 2 else 6), shapes=[[4], [4]], dtypes=["float"] * 2) for at in range(6)]
-    heard = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).heard()
-    assert heard.operations[0].place.line == 3  # the dearer one
+    observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).observed()
+    assert observed.operations[0].place.line == 3  # the dearer one
 
 
 def test_flops_are_counted_once():
     """A convolution that is done by a matrix product."""
-    heard = recording(Event("aten::_slow_conv2d_forward", 0, 50, shapes=[[1, 2, 4, 4], [3, 2, 1, 1]], dtypes=["float"] * 2,
+    observed = recording(Event("aten::_slow_conv2d_forward", 0, 50, shapes=[[1, 2, 4, 4], [3, 2, 1, 1]], dtypes=["float"] * 2,
                             given=["", "", "", "", [1, 1], [0, 0]]),
-                      Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2)).heard()
-    assert {o.name: o.flops for o in heard.operations} == {"aten::_slow_conv2d_forward": None, "aten::mm": 2.0 * 3 * 2 * 16}
+                      Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2)).observed()
+    assert {o.name: o.flops for o in observed.operations} == {"aten::_slow_conv2d_forward": None, "aten::mm": 2.0 * 3 * 2 * 16}
 
 
 def test_waiting_for_data_is_not_python():
     wait = Event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50, kind="user_annotation")
-    heard = recording(wait, Event("aten::stack", 20, 40), Event("aten::mm", 60, 100), Event("ProfilerStep#3", 0, 110, kind="user_annotation")).heard()
-    assert heard.python_share == pytest.approx(10 / 90)
+    observed = recording(wait, Event("aten::stack", 20, 40), Event("aten::mm", 60, 100), Event("ProfilerStep#3", 0, 110, kind="user_annotation")).observed()
+    assert observed.python_share == pytest.approx(10 / 90)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flatout.measure.links import Fabric, all_gather, all_reduce, hierarchical, reduce_scatter
 from flatout.measure.overlap import Task, finish_ms
-from flatout.measure.scaling import BUCKET_BYTES, FIRST_BUCKET_BYTES, Work, at_batch, buckets, evenly, predict, scaled
+from flatout.measure.scaling import BUCKET_BYTES, FIRST_BUCKET_BYTES, Workload, at_batch, buckets, evenly, predict, scaled
 from flatout.plan.errors import UsageError
 from flatout.plan.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
 from flatout.render.scale_page import headline, plot, rows, scale_html
@@ -22,7 +22,7 @@ MIB = 1 << 20
 MS = st.floats(0.01, 1e4)
 TIMINGS = st.builds(Timing, MS, MS, MS, st.floats(0, 1e3), st.floats(1, 1e4), st.integers(1, 4))
 TENSORS = st.lists(st.floats(1, 3e8), min_size=1, max_size=40).map(tuple)
-WORKS = st.builds(lambda timing, tensors, steps, overlap: Work(timing, tensors, sum(tensors), local_steps=steps, overlap=overlap), TIMINGS, TENSORS,
+WORKS = st.builds(lambda timing, tensors, steps, overlap: Workload(timing, tensors, sum(tensors), local_steps=steps, overlap=overlap), TIMINGS, TENSORS,
                   st.integers(1, 64), st.booleans())
 LINKS = st.builds(Link, st.just("a link"), st.floats(1e7, 1e12), st.floats(0, 100), st.floats(0, 100), st.integers(0, 8), st.floats(0, 1))
 FABRICS = st.one_of(st.builds(Fabric, LINKS), st.builds(Fabric, LINKS, LINKS, st.sampled_from([1, 2, 3, 4, 8])),
@@ -132,7 +132,7 @@ def test_buckets_are_those_of_ddp(tensors):
 
 def test_the_last_bucket_waits():
     # Of 36 MiB, 1 leaves early; 25 are ready at 26/36 of backward, and the last 10 must wait for them.
-    work = Work(Timing(10, 20, 5), (float(MIB), 25.0 * MIB, 10.0 * MIB), 36.0 * MIB)
+    work = Workload(Timing(10, 20, 5), (float(MIB), 25.0 * MIB, 10.0 * MIB), 36.0 * MIB)
     fabric = Fabric(Link("slow", 1e9, 0.0))
     middle_ms, last_ms = (all_reduce(fabric, 4, size * MIB).ms for size in (25, 10))
     assert predict(work, fabric, "ddp", 4).exposed_ms == pytest.approx(20 * 26 / 36 + middle_ms + last_ms - 20)
@@ -146,7 +146,7 @@ def test_a_second_batch_is_met_and_continued(timing, fixed, share):
                        **{name: getattr(timing, name) * (fixed + (1 - fixed) * part) for name in ("forward_ms", "backward_ms", "host_ms")})
 
     for part in (share, share / 3):
-        for work in (Work(timing, (1.0,), 1.0, second=at(share)), Work(timing, (1.0,), 1.0, fixed_share=fixed)):
+        for work in (Workload(timing, (1.0,), 1.0, second=at(share)), Workload(timing, (1.0,), 1.0, fixed_share=fixed)):
             found, expected = at_batch(work, part), at(part)
             assert all(getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-6) for name in ("forward_ms", "backward_ms", "host_ms"))
 

@@ -17,22 +17,22 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from flatout.pipeline import affine, choose, color, erase, resample, tone
-from flatout.pipeline.draws import Words, columns
-from flatout.pipeline.operation import Form, Operation, Shape
+from flatout.pipeline.draws import BulkNumbers, columns
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape
 
 FORMS = {
-    "pil-rgb": Form("pil", torch.uint8, "RGB"),
-    "pil-l": Form("pil", torch.uint8, "L"),
-    "bytes": Form("tensor", torch.uint8),
-    "tv-bytes": Form("tensor", torch.uint8, tv=True),
-    "bytes-1": Form("tensor", torch.uint8),
-    "floats": Form("tensor", torch.float32),
-    "floats-1": Form("tensor", torch.float32),
+    "pil-rgb": ImageForm("pil", torch.uint8, "RGB"),
+    "pil-l": ImageForm("pil", torch.uint8, "L"),
+    "bytes": ImageForm("tensor", torch.uint8),
+    "tv-bytes": ImageForm("tensor", torch.uint8, tv=True),
+    "bytes-1": ImageForm("tensor", torch.uint8),
+    "floats": ImageForm("tensor", torch.float32),
+    "floats-1": ImageForm("tensor", torch.float32),
 }
 CHANNELS = {"pil-l": 1, "bytes-1": 1, "floats-1": 1}
 
 
-def read(transform: Any, form: Form) -> Operation | Sequence[Operation]:
+def read(transform: Any, form: ImageForm) -> BatchOperation | Sequence[BatchOperation]:
     family = "v1" if type(transform).__module__ == "torchvision.transforms.transforms" else "v2"
     return READERS[f"{family}.{type(transform).__name__}"](transform, form)
 
@@ -40,7 +40,7 @@ def read(transform: Any, form: Form) -> Operation | Sequence[Operation]:
 READERS = {**color.READERS, **tone.READERS, **resample.READERS, **erase.READERS, **affine.READERS, **choose.readers(read)}
 
 
-def pictures(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
+def charts(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
     """[B, C, H, W] of the form's dtype: noise, ramps, a flat one; what rounds, saturates and has no hue."""
     make = torch.Generator().manual_seed(seed)
     shape = (count, CHANNELS.get(name, 3), height, width)
@@ -69,16 +69,16 @@ def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
     return torch.stack([each.as_subclass(torch.Tensor) if isinstance(each, Tensor) else pil_to_tensor(each) for each in done]), state
 
 
-def lowered(operations: Sequence[Operation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """The same by these operations, done to the batch."""
     torch.manual_seed(seed)
-    shapes = [Shape(*images.shape[1:])]
+    shapes = [ImageShape(*images.shape[1:])]
     for operation in operations:
         shapes.append(operation.shape(shapes[-1]))
     kinds = [operation.draws(shape) for operation, shape in zip(operations, shapes, strict=False)]
     numbers: list[Any]
     if any(each is None for each in kinds):
-        with Words() as words:
+        with BulkNumbers() as words:
             rows = [[operation.drawn(shape, words) for operation, shape in zip(operations, shapes, strict=False)] for _ in images]
         numbers = [operation.together(shapes[at], [row[at] for row in rows]) for at, operation in enumerate(operations)]
     else:
@@ -99,11 +99,11 @@ def same():
 
     def check(transform: Any, name: str, size: tuple[int, int] = (33, 47), count: int = 9, seeds: Sequence[int] = (1, 2), most: float = 0.0) -> Tensor:
         found = read(transform, FORMS[name])
-        operations = [found] if isinstance(found, Operation) else list(found)
+        operations = [found] if isinstance(found, BatchOperation) else list(found)
         declared = sum(operation.apart for operation in operations)
         assert declared <= most
         for seed in seeds:
-            images = pictures(name, *size, count, seed)
+            images = charts(name, *size, count, seed)
             wanted, wanted_state = plain(transform, as_items(name, images), seed)
             layout = torch.channels_last if seed % 2 else torch.contiguous_format  # as images of PIL lie, and as tensors do
             got, state = lowered(operations, images.contiguous(memory_format=layout), seed)

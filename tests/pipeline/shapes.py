@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from feeding import Pictures, augmented, pictures
+from feeding import Images, augmented, charts
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 FILES = []
-for image in pictures():
+for image in charts():
     FILES.append(io.BytesIO())
     image.save(FILES[-1], "png")
 
@@ -106,7 +106,7 @@ class Fetching(Dataset):
     """Fetches whole batches, and calls what the script gave it, as Hugging Face's data sets do."""
 
     def __init__(self, per_batch: Any) -> None:
-        self.images = pictures()
+        self.images = charts()
         self.format: dict[str, Any] = {"transform": None}
         self.set_transform(per_batch)
 
@@ -143,7 +143,7 @@ def view_after_view() -> Any:
     return lambda batch: {"a": [transform(image) for image in batch["image"]], "b": [transform(image) for image in batch["image"]]}
 
 
-class Sample(Pictures):
+class Sample(Images):
     """What is done to an image and its index is a function of the test."""
 
     def __init__(self, make: Any, images: Any = None) -> None:
@@ -239,25 +239,25 @@ def used(transform: Any, use: Any) -> Any:
 
 
 FOLLOWED: dict[str, Any] = {
-    "attribute": lambda: Pictures(augmented()),
-    "two views": lambda: Pictures(Views(augmented())),
-    "crops of two pipelines": lambda: Pictures(Crops()),
-    "closure": lambda: Pictures(closure()),
+    "attribute": lambda: Images(augmented()),
+    "two views": lambda: Images(Views(augmented())),
+    "crops of two pipelines": lambda: Images(Crops()),
+    "closure": lambda: Images(closure()),
     "partial": lambda: Sample(on(augmented(), lambda x: x)),
-    "list of transforms": lambda: Pictures(Loop([*base(), *last().transforms])),
-    "own compose": lambda: Pictures(OwnCompose([*base(), *last().transforms])),
-    "sequential": lambda: Pictures(torch.nn.Sequential(*base(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v1.Normalize([0.5] * 3, [0.5] * 3))),
+    "list of transforms": lambda: Images(Loop([*base(), *last().transforms])),
+    "own compose": lambda: Images(OwnCompose([*base(), *last().transforms])),
+    "sequential": lambda: Images(torch.nn.Sequential(*base(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v1.Normalize([0.5] * 3, [0.5] * 3))),
     "two stages": lambda: Sample(pair_of_stages),
-    "tensors in two stages": lambda: Pictures(Loop([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.5] * 3)])),
-    "version 2": lambda: Pictures(Views(v2.Compose([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]))),
-    "version 2, images": lambda: Pictures(Loop([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True)])),
-    "a tail": lambda: Pictures(Views(v1.Compose([*base(), v1.ToTensor(), v1.Lambda(torch.flatten)]))),
+    "tensors in two stages": lambda: Images(Loop([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.5] * 3)])),
+    "version 2": lambda: Images(Views(v2.Compose([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]))),
+    "version 2, images": lambda: Images(Loop([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True)])),
+    "a tail": lambda: Images(Views(v1.Compose([*base(), v1.ToTensor(), v1.Lambda(torch.flatten)]))),
     "set_transform": lambda: Fetching(one_view()),
     "view after view": lambda: Fetching(view_after_view()),
-    "subset": lambda: Subset(Pictures(Views(augmented())), range(3, 20)),
-    "two parts": lambda: ConcatDataset([Pictures(Views(augmented())), Pictures(Views(v1.Compose([v1.CenterCrop(10), v1.RandomVerticalFlip(), last()])))]),
-    "either": lambda: Pictures(Sometimes(random.random, augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
-    "either, by torch": lambda: Pictures(Sometimes(lambda: torch.rand(1), augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
+    "subset": lambda: Subset(Images(Views(augmented())), range(3, 20)),
+    "two parts": lambda: ConcatDataset([Images(Views(augmented())), Images(Views(v1.Compose([v1.CenterCrop(10), v1.RandomVerticalFlip(), last()])))]),
+    "either": lambda: Images(Sometimes(random.random, augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
+    "either, by torch": lambda: Images(Sometimes(lambda: torch.rand(1), augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
     "file": lambda: Sample(opened),
     "buffer": lambda: Sample(buffered),
     "overwritten": lambda: Sample(overwritten),
@@ -291,10 +291,10 @@ LEFT: dict[str, Any] = {
     "retried": lambda: Sample(retried),
     "functional": lambda: Sample(lambda image, index: (v1.functional.to_tensor(v1.functional.hflip(image)), index)),
     "made again": lambda: Sample(lambda image, index: (augmented()(image), index)),
-    "draws between": lambda: Pictures(Drawing([*base(), *last().transforms])),
+    "draws between": lambda: Images(Drawing([*base(), *last().transforms])),
     "threads": lambda: Sample(pool),
-    "unknown": lambda: Pictures(Views(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)]))),
-    "picture": lambda: Sample(on(v1.Compose(base()), lambda x: np.asarray(x))),
+    "unknown": lambda: Images(Views(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)]))),
+    "chart": lambda: Sample(on(v1.Compose(base()), lambda x: np.asarray(x))),
     "picture's pixels": lambda: Sample(on(v1.RandomCrop(9), lambda x: (x.getpixel((0, 0)), x.size, x.mode))),
 }
 """Not followed, or not to the end: right, without a gain."""
@@ -376,7 +376,7 @@ class Stream(IterableDataset):
     def __iter__(self) -> Any:
         worker = torch.utils.data.get_worker_info()
         start, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        images, waiting = pictures(self.count), []
+        images, waiting = charts(self.count), []
         for at in range(start, self.count, step):
             waiting.append((self.transform(images[at]), at))
             if len(waiting) > self.buffer:

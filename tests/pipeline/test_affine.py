@@ -14,7 +14,7 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.pipeline.affine import READERS
-from flatout.pipeline.operation import Form, Unknown
+from flatout.pipeline.operation import ImageForm, NotBatchable
 
 FAMILIES = pytest.mark.parametrize("family", [v1, v2])
 NAMES = ["pil-rgb", "pil-l", "bytes", "tv-bytes", "bytes-1", "floats"]
@@ -94,12 +94,12 @@ def test_any_map(same, mode, name, angle, scale, shear, height, width, seed):
 
 
 @pytest.mark.parametrize(("transform", "form", "words"), [
-    (v1.RandomRotation(9, Mode.BICUBIC), Form("pil", mode="RGB"), "with the bicubic filter"), (v1.RandomRotation(9, expand=True), Form("tensor"), "expand"),
-    (v1.RandomRotation(9), Form("pil", mode="RGBA"), "RGBA"), (v1.RandomAffine(9), Form("tensor", torch.float64), "float64"),
-    (v1.RandomAffine(9, fill=300), Form("pil", mode="RGB"), "not a byte"), (v2.RandomAffine(9, fill={"others": 3}), Form("tensor"), "neither a number"),
-    (v1.RandomAffine(9, fill=(1, 2)), Form("pil", mode="RGB"), "neither a number"),
+    (v1.RandomRotation(9, Mode.BICUBIC), ImageForm("pil", mode="RGB"), "with the bicubic filter"), (v1.RandomRotation(9, expand=True), ImageForm("tensor"), "expand"),
+    (v1.RandomRotation(9), ImageForm("pil", mode="RGBA"), "RGBA"), (v1.RandomAffine(9), ImageForm("tensor", torch.float64), "float64"),
+    (v1.RandomAffine(9, fill=300), ImageForm("pil", mode="RGB"), "not a byte"), (v2.RandomAffine(9, fill={"others": 3}), ImageForm("tensor"), "neither a number"),
+    (v1.RandomAffine(9, fill=(1, 2)), ImageForm("pil", mode="RGB"), "neither a number"),
 ])
 def test_what_is_left_alone(transform, form, words):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
-    with pytest.raises(Unknown, match=words):
+    with pytest.raises(NotBatchable, match=words):
         READERS[f"{family}.{type(transform).__name__}"](transform, form)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import THREAD, Pictures, augmented, epochs, fixed, run, same_as_plain
+from feeding import THREAD, Images, augmented, epochs, fixed, run, same_as_plain
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -34,34 +34,34 @@ class Told(TensorDataset):
 
 
 def test_the_first_batch_is_made_here_and_the_others_in_the_thread():
-    told = Told()
-    run(lambda: epochs(told, 1, batch_size=5), THREAD)
-    assert [name.startswith("batches ahead") for name in told.threads] == [False] * 5 + [True] * 35
+    info = Told()
+    run(lambda: epochs(info, 1, batch_size=5), THREAD)
+    assert [name.startswith("batches ahead") for name in info.threads] == [False] * 5 + [True] * 35
 
 
 def test_one_thread_at_a_time_fetches():
     """Two loaders over one data set: its open file is not read by two at once."""
-    told = Told()
+    info = Told()
 
     def program():
-        loaders = [DataLoader(told, 2) for _ in range(3)]
+        loaders = [DataLoader(info, 2) for _ in range(3)]
         return list(zip(*loaders, strict=True))
 
     run(program, THREAD)
-    assert told.most == 1
+    assert info.most == 1
 
 
 def test_what_draws_stays_in_the_programs_own_thread():
-    said = same_as_plain(lambda: epochs(Pictures(augmented())), THREAD)
+    said = same_as_plain(lambda: epochs(Images(augmented())), THREAD)
     assert said == ["fetching a sample draws random numbers, and a second thread would change their order"]
 
 
 @pytest.mark.parametrize("size", [1, 5, 23, 24, 40])
 def test_every_batch_once_and_in_order(size):
-    assert same_as_plain(lambda: epochs(Pictures(fixed()), 3, batch_size=size), THREAD) == []
+    assert same_as_plain(lambda: epochs(Images(fixed()), 3, batch_size=size), THREAD) == []
 
 
-class Bound(Pictures):
+class Bound(Images):
     """Works only in the thread that it was made in, as a database does."""
 
     def __init__(self, transform, place):
@@ -93,7 +93,7 @@ def test_what_the_thread_cannot_do_the_program_does(place):
     assert any("in the thread" in sentence for sentence in said) or place == 0  # where the first batch fails there never is a thread
 
 
-class Broken(Pictures):
+class Broken(Images):
     def __getitem__(self, index):
         if index in (7, 8, 20):
             raise KeyError(f"sample {index} is broken")
@@ -106,7 +106,7 @@ def test_exceptions_come_in_their_place_and_the_loader_goes_on():
 
 def test_a_loop_that_is_left_leaves_no_thread_and_no_iterator():
     def program():
-        loader = DataLoader(Pictures(fixed()), 2)
+        loader = DataLoader(Images(fixed()), 2)
         for _ in range(5):
             iterator = iter(loader)
             next(iterator)
@@ -122,7 +122,7 @@ def test_the_model_draws_while_batches_are_made():
     """Dropout in the loop: its numbers are those of a program without a thread."""
     def program():
         found = []
-        for batch, _ in DataLoader(Pictures(fixed()), 3):
+        for batch, _ in DataLoader(Images(fixed()), 3):
             found.append(torch.nn.functional.dropout(batch, 0.5))
         return found
 

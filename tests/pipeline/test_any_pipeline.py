@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, LAZILY, Pictures, difference, run
+from feeding import AT_ONCE, BATCHED, LAZILY, Images, difference, run
 from PIL import Image
 from shapes import Loop, Views
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import v2
 
 from flatout.pipeline.lowering import READERS, lower, stack
-from flatout.pipeline.operation import Shape
+from flatout.pipeline.operation import ImageShape
 
 PIPELINES = 130
 taken: list[bool] = []  # whether each pipeline was done to batches
@@ -153,7 +153,7 @@ def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(dr
 
     def program():
         found = []
-        taking = iter(DataLoader(Pictures(asked, images_of(*kind)), 4))
+        taking = iter(DataLoader(Images(asked, images_of(*kind)), 4))
         for _ in range(3):
             try:
                 found += [next(taking), torch.rand(1)]
@@ -235,7 +235,7 @@ def ours(transform, image, seed, rows=ROWS):
     assert lowered.start == 0
     assert lowered.tail == ()
     images = stack([image])
-    numbers = lowered.draw(Shape(*images.shape[1:]), rows, torch.Generator().manual_seed(seed))
+    numbers = lowered.draw(ImageShape(*images.shape[1:]), rows, torch.Generator().manual_seed(seed))
     return lowered.run(images.expand(rows, *images.shape[1:]), numbers)
 
 

@@ -13,10 +13,10 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.pipeline import choose, color, tone
-from flatout.pipeline.operation import Form, Operation, Shape, Unknown
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
 
 
-def read(transform: Any, form: Form) -> Operation:
+def read(transform: Any, form: ImageForm) -> BatchOperation:
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
     return {**color.READERS, **tone.READERS, **choose.readers(read)}[f"{family}.{type(transform).__name__}"](transform, form)
 
@@ -59,19 +59,19 @@ def test_random_choice_and_order(same, name, made):
 
 @pytest.mark.parametrize(("family", "taken"), [(v1, True), (v2, False)])
 def test_at_the_very_chance_version_1_applies_and_version_2_does_not(family, taken):
-    operation = read(family.RandomApply([family.Grayscale(3)], p=0.25), Form("tensor"))
+    operation = read(family.RandomApply([family.Grayscale(3)], p=0.25), ImageForm("tensor"))
     images = torch.arange(12, dtype=torch.uint8).view(1, 3, 2, 2)
     assert torch.equal(operation(images, [torch.tensor([0.25])]), images) is not taken
 
 
 @pytest.mark.parametrize("transform", [v1.RandomChoice([v1.Grayscale(3)]), v1.RandomOrder([v1.Grayscale(3)])])
 def test_what_draws_from_pythons_random_is_left_alone(transform):
-    with pytest.raises(Unknown, match="Python's random"):
-        read(transform, Form("tensor"))
+    with pytest.raises(NotBatchable, match="Python's random"):
+        read(transform, ImageForm("tensor"))
 
 
 def test_ways_that_part_are_refused():
-    with pytest.raises(Unknown, match="some images would become"):
-        read(v2.RandomApply([v2.Grayscale(1)]), Form("pil", mode="RGB"))
-    with pytest.raises(Unknown, match="some images would be"):
-        read(v2.RandomApply([v2.Grayscale(1)]), Form("tensor")).shape(Shape(3, 8, 8))
+    with pytest.raises(NotBatchable, match="some images would become"):
+        read(v2.RandomApply([v2.Grayscale(1)]), ImageForm("pil", mode="RGB"))
+    with pytest.raises(NotBatchable, match="some images would be"):
+        read(v2.RandomApply([v2.Grayscale(1)]), ImageForm("tensor")).shape(ImageShape(3, 8, 8))

@@ -15,9 +15,9 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.pipeline.color import FLOAT_MEAN, READERS, _places
-from flatout.pipeline.draws import Words
+from flatout.pipeline.draws import BulkNumbers
 from flatout.pipeline.hue import turn_bytes
-from flatout.pipeline.operation import Form, Shape, Unknown
+from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 
 NAMES = ["pil-rgb", "pil-l", "bytes", "tv-bytes", "bytes-1", "floats", "floats-1"]
 JITTERS = [
@@ -67,27 +67,27 @@ def test_grey(same, family, name, kind, value):
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
 def test_grey_says_what_a_pil_image_becomes(channels, mode):
-    read = READERS["v2.Grayscale"](v2.Grayscale(channels), Form("pil", mode="RGB"))
-    assert read.form(Form("pil", mode="RGB")) == Form("pil", mode=mode)
+    read = READERS["v2.Grayscale"](v2.Grayscale(channels), ImageForm("pil", mode="RGB"))
+    assert read.form(ImageForm("pil", mode="RGB")) == ImageForm("pil", mode=mode)
 
 
-@pytest.mark.parametrize("form", [Form("pil", mode="RGBA"), Form("tensor", torch.float64), Form("tensor", torch.int16), Form("numpy")])
+@pytest.mark.parametrize("form", [ImageForm("pil", mode="RGBA"), ImageForm("tensor", torch.float64), ImageForm("tensor", torch.int16), ImageForm("numpy")])
 def test_other_images_are_left_alone(form):
     for transform in (v2.ColorJitter(0.1), v2.Grayscale(), v2.RandomGrayscale()):
-        with pytest.raises(Unknown, match="do not run in batches"):
+        with pytest.raises(NotBatchable, match="do not run in batches"):
             READERS[f"v2.{type(transform).__name__}"](transform, form)
 
 
 def test_four_channels_are_refused():
     with pytest.raises(ValueError, match="1 or 3 channels"):
-        READERS["v2.ColorJitter"](v2.ColorJitter(0.1), Form("tensor")).shape(Shape(4, 8, 8))
+        READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor")).shape(ImageShape(4, 8, 8))
 
 
 def test_the_order_of_steps_is_torchs():
     """The permutation made from single words is the one that torch.randperm makes."""
-    jitter = READERS["v2.ColorJitter"](v2.ColorJitter(0.1), Form("tensor"))
-    kinds = jitter.draws(Shape(3, 4, 4))[:3]
+    jitter = READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor"))
+    kinds = jitter.draws(ImageShape(3, 4, 4))[:3]
     for seed in range(40):
-        with Words(torch.Generator().manual_seed(seed)) as words:
+        with BulkNumbers(torch.Generator().manual_seed(seed)) as words:
             drawn = [torch.tensor([words.draw(kind)]) for kind in kinds]
         assert _places(drawn, 1)[0].argsort().tolist() == torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("torchvision")
 
 import torchvision
-from feeding import BATCHED, FEED_NAMES, FEEDS, LAZILY, Pictures, augmented, epochs, fixed, pictures, same_as_plain
+from feeding import BATCHED, FEED_NAMES, FEEDS, LAZILY, Images, augmented, charts, epochs, fixed, same_as_plain
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from torchvision import transforms as v1
@@ -31,7 +31,7 @@ class Wrapper(Dataset):
         return (self.transform(image) if self.transform else image), label + 1
 
 
-class Joint(Pictures):
+class Joint(Images):
     """Has a pipeline for targets as well, in the pair that torchvision's data sets keep."""
 
     def __init__(self, transform, target_transform=None):
@@ -44,24 +44,24 @@ class Joint(Pictures):
 
 
 def folder(tmp: Path):
-    for at, image in enumerate(pictures(12)):
+    for at, image in enumerate(charts(12)):
         (tmp / f"{at % 3}").mkdir(parents=True, exist_ok=True)
         image.save(tmp / f"{at % 3}" / f"{at}.png")
     return tmp
 
 
 FOUND = {
-    "itself": lambda: Pictures(augmented()), "subset": lambda: Subset(Pictures(augmented()), range(3, 20)),
-    "split": lambda: random_split(Pictures(augmented()), [20, 4])[0],
-    "subset of a subset": lambda: Subset(Subset(Pictures(augmented()), range(20)), [4, 2, 9, 1]),
-    "two": lambda: ConcatDataset([Pictures(augmented()), Pictures(v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))]),
-    "one twice": lambda: ConcatDataset([Pictures(augmented())] * 2),
-    "part of one": lambda: ConcatDataset([Pictures(augmented()), Subset(Pictures(fixed_10()), [1, 2])]),
-    "wrapped": lambda: Wrapper(Pictures(augmented())), "wrapped outside": lambda: Wrapper(Pictures(v1.Lambda(lambda image: image)), augmented()),
-    "both": lambda: Wrapper(Pictures(v1.Compose([v1.Pad(2)])), augmented()), "joint": lambda: Joint(augmented()),
+    "itself": lambda: Images(augmented()), "subset": lambda: Subset(Images(augmented()), range(3, 20)),
+    "split": lambda: random_split(Images(augmented()), [20, 4])[0],
+    "subset of a subset": lambda: Subset(Subset(Images(augmented()), range(20)), [4, 2, 9, 1]),
+    "two": lambda: ConcatDataset([Images(augmented()), Images(v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))]),
+    "one twice": lambda: ConcatDataset([Images(augmented())] * 2),
+    "part of one": lambda: ConcatDataset([Images(augmented()), Subset(Images(fixed_10()), [1, 2])]),
+    "wrapped": lambda: Wrapper(Images(augmented())), "wrapped outside": lambda: Wrapper(Images(v1.Lambda(lambda image: image)), augmented()),
+    "both": lambda: Wrapper(Images(v1.Compose([v1.Pad(2)])), augmented()), "joint": lambda: Joint(augmented()),
     "targets": lambda: Joint(augmented(), lambda label: label * 3),
     "targets draw": lambda: Joint(augmented(), lambda label: label + torch.rand(1).item()),
-    "single transform": lambda: Pictures(v1.ToTensor()),
+    "single transform": lambda: Images(v1.ToTensor()),
 }
 
 
@@ -79,7 +79,7 @@ def test_data_sets_of_many_kinds(name, levers):
 
 def test_images_of_a_folder_are_kept_whatever_their_files_tell(tmp_path):
     """JPEG files leave a density and a version beside the pixels."""
-    for at, image in enumerate(pictures(12)):
+    for at, image in enumerate(charts(12)):
         (tmp_path / f"{at % 3}").mkdir(exist_ok=True)
         image.save(tmp_path / f"{at % 3}" / f"{at}.jpg", dpi=(72, 72))
     assert Image.open(tmp_path / "0" / "0.jpg").convert("RGB").info
@@ -98,7 +98,7 @@ class Slots(Dataset):
     __slots__ = ("images", "transform")
 
     def __init__(self):
-        self.images, self.transform = pictures(), fixed()
+        self.images, self.transform = charts(), fixed()
 
     def __len__(self):
         return 24
@@ -107,13 +107,13 @@ class Slots(Dataset):
         return self.transform(self.images[index]), index
 
 
-class Two(Pictures):
+class Two(Images):
     def __init__(self):
         super().__init__(augmented())
         self.second = fixed()
 
 
-class Own(Pictures):
+class Own(Images):
     """Looks at what its transform returns."""
 
     def __init__(self):
@@ -126,7 +126,7 @@ class Own(Pictures):
 
 class Deep(Dataset):
     def __new__(cls, depth=12):
-        found = Pictures(augmented())
+        found = Images(augmented())
         for _ in range(depth):
             found = Wrapper(found)
         return found
@@ -140,7 +140,7 @@ class Data(Dataset):
         return 24
 
     def __getitem__(self, index):
-        return self.transform(pictures()[index]), index
+        return self.transform(charts()[index]), index
 
 
 @each_feed

@@ -16,52 +16,52 @@ from PIL import Image
 from torchvision import transforms
 
 from flatout.capture.ledger import Ledger
-from flatout.pipeline.device import MOST_TWINS, CopiesAhead, Lane, Resident, Twins, device_of, tensors_in
+from flatout.pipeline.device import MOST_COPIES, CopyStream, DeviceCopies, DevicePrefetcher, ResidentDevice, device_of, tensors_in
 from flatout.pipeline.feed import Feed
 from flatout.pipeline.intercept import INTERCEPTION
-from flatout.pipeline.keeping import Keep, Memory
+from flatout.pipeline.keeping import CacheBudget, CacheOptions
 
 CPU = torch.device("cpu")
 
 
 def test_a_twin_is_handed_out_once():
-    twins, host = Twins(), torch.arange(4.0)
-    assert not twins
-    twins.offer(host, twin := host.clone(), None)
-    assert twins
-    assert twins.take(host, CPU) is twin
-    assert twins.take(host, CPU) is None
+    device_copies, host = DeviceCopies(), torch.arange(4.0)
+    assert not device_copies
+    device_copies.offer(host, device_copy := host.clone(), None)
+    assert device_copies
+    assert device_copies.take(host, CPU) is device_copy
+    assert device_copies.take(host, CPU) is None
 
 
 def test_a_tensor_that_was_changed_has_no_twin():
-    twins, host = Twins(), torch.arange(4.0)
-    twins.offer(host, host.clone(), None)
+    device_copies, host = DeviceCopies(), torch.arange(4.0)
+    device_copies.offer(host, host.clone(), None)
     host.add_(1)
-    assert twins.take(host, CPU) is None
+    assert device_copies.take(host, CPU) is None
 
 
 def test_another_device_or_another_tensor_has_no_twin():
-    twins, host = Twins(), torch.arange(4.0)
-    twins.offer(host, host.clone(), None)
-    assert twins.take(host.clone(), CPU) is None
-    assert twins.take(host, torch.device("meta")) is None
+    device_copies, host = DeviceCopies(), torch.arange(4.0)
+    device_copies.offer(host, host.clone(), None)
+    assert device_copies.take(host.clone(), CPU) is None
+    assert device_copies.take(host, torch.device("meta")) is None
 
 
 def test_twins_keep_no_batch_alive_and_are_not_many():
-    twins, host = Twins(), torch.zeros(2)
+    device_copies, host = DeviceCopies(), torch.zeros(2)
     gone = weakref.ref(host)
-    twins.offer(host, torch.zeros(2), None)
+    device_copies.offer(host, torch.zeros(2), None)
     del host
     gc.collect()
     assert gone() is None
-    kept = [torch.zeros(1) for _ in range(MOST_TWINS + 5)]
+    kept = [torch.zeros(1) for _ in range(MOST_COPIES + 5)]
     for each in kept:
-        twins.offer(each, each.clone(), None)
-    assert [twins.take(each, CPU) is None for each in kept].count(True) == 5
+        device_copies.offer(each, each.clone(), None)
+    assert [device_copies.take(each, CPU) is None for each in kept].count(True) == 5
 
 
 def test_copies_are_the_values_that_were_there():
-    lane, tensor = Lane(CPU), torch.arange(6).view(2, 3)
+    lane, tensor = CopyStream(CPU), torch.arange(6).view(2, 3)
     with lane.open():
         there, back = lane.to_device(tensor), lane.to_host(tensor)
     assert lane.mark() is None
@@ -77,14 +77,14 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
     loader = DataLoader(TensorDataset(torch.arange(20.0).view(20, 1), torch.arange(20)), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
     plain = list(loader)
     for _ in range(2):
-        twins, iterator = Twins(), iter(loader)
-        iterator._next_data = CopiesAhead(iterator, depth, twins)
+        device_copies, iterator = DeviceCopies(), iter(loader)
+        iterator._next_data = DevicePrefetcher(iterator, depth, device_copies)
         found, handed_out = [], 0
         for images, labels in iterator:
-            twin = twins.take(images, CPU)
-            handed_out += twin is not None
-            assert twin is None or torch.equal(twin, images)
-            assert twins.take(labels, torch.device("meta")) is None
+            device_copy = device_copies.take(images, CPU)
+            handed_out += device_copy is not None
+            assert device_copy is None or torch.equal(device_copy, images)
+            assert device_copies.take(labels, torch.device("meta")) is None
             found.append([images, labels])
         assert handed_out == len(plain) - 1  # where the first one goes nobody could know
         assert all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
@@ -110,13 +110,13 @@ def test_what_the_program_draws_stays_in_its_order(depth, ahead, draws):
     """Without workers: a batch is taken ahead only by a thread, whose batches draw nothing. Each is copied before the program asks for it."""
     def epoch(fed):
         torch.manual_seed(0)
-        loader, twins, found, there = DataLoader(Drawn(draws), batch_size=4, shuffle=True), Twins(), [], 0
+        loader, device_copies, found, there = DataLoader(Drawn(draws), batch_size=4, shuffle=True), DeviceCopies(), [], 0
         feed, iterator = Feed(loader), iter(loader)
         if fed:
-            feed.ahead, feed.copies = ahead, (depth, twins)
+            feed.ahead, feed.copies = ahead, (depth, device_copies)
             iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
         for batch in iterator:
-            there += twins.take(batch, CPU) is not None
+            there += device_copies.take(batch, CPU) is not None
             found.append([*batch.flatten().tolist(), torch.rand(()).item()])
         return found, there
 
@@ -129,7 +129,7 @@ def test_what_the_program_draws_stays_in_its_order(depth, ahead, draws):
 def test_an_iterator_that_is_left_early_is_let_go():
     loader = DataLoader(TensorDataset(torch.zeros(20, 1)), batch_size=4)
     iterator = iter(loader)
-    iterator._next_data = CopiesAhead(iterator, 2, Twins())
+    iterator._next_data = DevicePrefetcher(iterator, 2, DeviceCopies())
     next(iterator)
     gone = weakref.ref(iterator)
     del iterator
@@ -157,9 +157,9 @@ def fed(dataset, resident):
     INTERCEPTION.hold(ledger)
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
     feed = Feed(loader)
-    feed.batched, feed.keep, feed.resident = True, Keep(Memory(2**24), ahead=True), resident
-    told = []
-    feed.listeners["keep"] = told.append
+    feed.batched, feed.keep, feed.resident = True, CacheOptions(CacheBudget(2**24), ahead=True), resident
+    info = []
+    feed.listeners["keep"] = info.append
     torch.manual_seed(3)
     found = []
     for _ in range(2):
@@ -167,7 +167,7 @@ def fed(dataset, resident):
         iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
         found += list(iterator)
     ledger.restore()
-    return found, torch.get_rng_state(), told
+    return found, torch.get_rng_state(), info
 
 
 def plain(dataset):
@@ -183,26 +183,26 @@ def same(a, b):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_batches_made_where_the_data_lies_are_the_plain_ones(beside):
-    dataset, twins = Images(transforms.Compose(PIPELINE)), Twins()
-    found, end, told = fed(dataset, Resident(CPU, twins, beside))
+    dataset, device_copies = Images(transforms.Compose(PIPELINE)), DeviceCopies()
+    found, end, info = fed(dataset, ResidentDevice(CPU, device_copies, beside))
     expected, expected_end = plain(dataset)
-    assert told == []
+    assert info == []
     assert same(found, expected)
     assert torch.equal(end, expected_end)
     images, labels = found[-1][0], found[-1][1]["label"]
     for host in (images, labels):
-        twin = twins.take(host, CPU)
-        assert twin is not None
-        assert torch.equal(twin, host)
+        device_copy = device_copies.take(host, CPU)
+        assert device_copy is not None
+        assert torch.equal(device_copy, host)
 
 
 def test_what_needs_single_samples_does_not_lie_on_the_device():
     dataset = Images(transforms.Compose([transforms.RandomChoice([transforms.Pad(0)]), *PIPELINE]))
-    found, end, told = fed(dataset, Resident(CPU, Twins()))
+    found, end, info = fed(dataset, ResidentDevice(CPU, DeviceCopies()))
     expected, expected_end = plain(dataset)
     assert same(found, expected)
     assert torch.equal(end, expected_end)
-    assert any("not all of it can be on the device" in sentence for sentence in told)
+    assert any("not all of it can be on the device" in sentence for sentence in info)
 
 
 def test_what_names_a_device(monkeypatch):

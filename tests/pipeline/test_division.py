@@ -8,9 +8,9 @@ torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from flatout.kernels.augment.op import _plain, _table  # noqa: E402
+from flatout.pipeline.color_arithmetic import PillowColorArithmetic, TensorColorArithmetic  # noqa: E402
 from flatout.pipeline.hue import turn_tensor  # noqa: E402
-from flatout.pipeline.operations import Scale  # noqa: E402
-from flatout.pipeline.shade import PillowShade, TensorShade  # noqa: E402
+from flatout.pipeline.operations import ScaleBytes  # noqa: E402
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 NUMBERS = (torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__, torch.Tensor.true_divide, torch.div)
@@ -41,12 +41,12 @@ def crops(images):
 
 
 OPERATIONS = {
-    "scale": lambda images: Scale(torch.float32)(images, ()),
-    "scale of version 2": lambda images: Scale(torch.float32, divide=False)(images, ()),
+    "scale": lambda images: ScaleBytes(torch.float32)(images, ()),
+    "scale of version 2": lambda images: ScaleBytes(torch.float32, divide=False)(images, ()),
     "crop, flip and normalise": crops,
-    "hue of bytes": lambda images: TensorShade(bytes=True, v2=False).hue(images.float(), torch.linspace(-0.3, 0.4, len(images))),
+    "hue of bytes": lambda images: TensorColorArithmetic(bytes=True, v2=False).hue(images.float(), torch.linspace(-0.3, 0.4, len(images))),
     "hue of floats": lambda images: turn_tensor(images.float().mul(1 / 255), torch.linspace(-0.3, 0.4, len(images)), False),
-    "contrast of Pillow": lambda images: PillowShade().contrast(images.float(), torch.linspace(0.5, 1.5, len(images))),
+    "contrast of Pillow": lambda images: PillowColorArithmetic().contrast(images.float(), torch.linspace(0.5, 1.5, len(images))),
 }
 
 

@@ -11,7 +11,7 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.pipeline.erase import READERS
-from flatout.pipeline.operation import Form, Shape, Unknown
+from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 
 FAMILIES = pytest.mark.parametrize("family", [v1, v2])
 
@@ -39,20 +39,20 @@ def test_values_of_bytes(same, family):
 
 def test_pil_images_are_version_twos(same):
     same(v2.RandomErasing(0.8, value=7), "pil-rgb", count=20)
-    with pytest.raises(Unknown, match="does not run in batches"):
-        READERS["v1.RandomErasing"](v1.RandomErasing(), Form("pil", mode="RGB"))
+    with pytest.raises(NotBatchable, match="does not run in batches"):
+        READERS["v1.RandomErasing"](v1.RandomErasing(), ImageForm("pil", mode="RGB"))
 
 
 @pytest.mark.parametrize(("arguments", "form", "words"), [
-    ({"value": "random"}, Form("tensor"), "outside 0"), ({"value": 300}, Form("tensor"), "outside 0"), ({"value": -1}, Form("tensor"), "outside 0"),
-    ({"inplace": True}, Form("tensor", torch.float32), "in place"), ({}, Form("tensor", torch.float64), "does not run in batches"),
+    ({"value": "random"}, ImageForm("tensor"), "outside 0"), ({"value": 300}, ImageForm("tensor"), "outside 0"), ({"value": -1}, ImageForm("tensor"), "outside 0"),
+    ({"inplace": True}, ImageForm("tensor", torch.float32), "in place"), ({}, ImageForm("tensor", torch.float64), "does not run in batches"),
 ])
 def test_what_is_left_alone(arguments, form, words):
     for family in (v1, v2):
-        with pytest.raises(Unknown, match=words):
+        with pytest.raises(NotBatchable, match=words):
             READERS[f"{family.__name__.split('.')[-1].replace('transforms', 'v1')}.RandomErasing"](family.RandomErasing(**arguments), form)
 
 
 def test_values_for_other_channels_are_refused():
     with pytest.raises(ValueError, match="2 values"):
-        READERS["v1.RandomErasing"](v1.RandomErasing(value=(1, 2)), Form("tensor")).shape(Shape(3, 8, 8))
+        READERS["v1.RandomErasing"](v1.RandomErasing(value=(1, 2)), ImageForm("tensor")).shape(ImageShape(3, 8, 8))

@@ -1,4 +1,4 @@
-"""The promise of a feed: batches, and what is left behind, are those of the plain loader. Real loaders, a real Scene, the real levers."""
+"""The promise of a feed: batches, and what is left behind, are those of the plain loader. Real loaders, a real training context, the real levers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, THREAD, Pictures, augmented, difference, epochs, fixed, pictures, run, same_as_plain
+from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, THREAD, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.capture.ledger import Ledger
+from flatout.pipeline.batch_comparison import different
 from flatout.pipeline.feed import Feed
 from flatout.pipeline.intercept import INTERCEPTION
-from flatout.pipeline.likeness import different
 
 each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
 KEEPING, KEEPING_NAMES = FEEDS[1:], FEED_NAMES[1:]
@@ -32,7 +32,7 @@ each_pipeline = pytest.mark.parametrize("pipeline", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("levers", [*FEEDS, (AT_ONCE,), (BATCHED, LAZILY)], ids=[*FEED_NAMES, "at once", "batched lazily"])
 @each_pipeline
 def test_batches_are_the_plain_ones_and_nothing_is_said(pipeline, levers):
-    assert same_as_plain(lambda: epochs(Pictures(pipeline())), *levers) == []
+    assert same_as_plain(lambda: epochs(Images(pipeline())), *levers) == []
 
 
 # -- what a sample may be ------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ SAMPLES = {
 }
 
 
-class Shaped(Pictures):
+class Shaped(Images):
     def __init__(self, transform, shape):
         super().__init__(transform)
         self.shape = shape
@@ -67,7 +67,7 @@ def test_whatever_a_sample_is(shape, levers):
         same_as_plain(lambda: epochs(Shaped(pipeline(), shape), 1), *levers)  # noqa: B023
 
 
-class Odd(Pictures):
+class Odd(Images):
     def __getitem__(self, index):
         return self.transform(self.images[index]), None
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_collated_fails_as_it_would(levers):
 # -- who draws, and when -------------------------------------------------------------------------------------------------
 
 
-class Drawing(Pictures):
+class Drawing(Images):
     """Draws for some samples only, and not for those that come first."""
 
     def __init__(self, transform, draw):
@@ -107,7 +107,7 @@ def test_a_data_set_that_draws_now_and_then(source, pipeline, levers):
     same_as_plain(lambda: epochs(Drawing(pipeline(), DRAWS[source]), 1, shuffle=False), *levers)
 
 
-class Own(Pictures):
+class Own(Images):
     def __init__(self, transform, generator):
         super().__init__(transform)
         self.generator = generator
@@ -145,12 +145,12 @@ class Noisy:
 def test_a_generator_that_a_transform_finds_in_its_module(levers):
     def program():
         GLOBAL.bit_generator.state = np.random.default_rng(0).bit_generator.state
-        return [*epochs(Pictures(v1.Compose([v1.ToTensor(), Noisy()]))), GLOBAL.normal()]
+        return [*epochs(Images(v1.Compose([v1.ToTensor(), Noisy()]))), GLOBAL.normal()]
 
     same_as_plain(program, *levers)
 
 
-class TwoViews(Pictures):
+class TwoViews(Images):
     """As contrastive learning has them: the pipeline is asked twice for a sample."""
 
     def __getitem__(self, index):
@@ -162,7 +162,7 @@ def test_two_views_of_each_image(levers):
     assert same_as_plain(lambda: epochs(TwoViews(augmented())), *levers) == []
 
 
-class Wild(Pictures):
+class Wild(Images):
     """Another answer each time, from nowhere that could be seen."""
 
     def __init__(self, transform):
@@ -182,7 +182,7 @@ def test_a_data_set_that_never_answers_twice_is_refused(levers):
 # -- what code of the data set leaves behind -----------------------------------------------------------------------------
 
 
-class Counting(Pictures):
+class Counting(Images):
     def __init__(self, transform):
         super().__init__(transform)
         self.fetched = 0
@@ -199,7 +199,7 @@ def test_a_counter_counts_as_it_would(pipeline, levers):
     same_as_plain(lambda: epochs(Counting(pipeline()), meanwhile=lambda dataset, epoch, at: dataset.fetched), *levers)
 
 
-class Logging(Pictures):
+class Logging(Images):
     def __init__(self, transform):
         super().__init__(transform)
         self.asked = []
@@ -224,7 +224,7 @@ def test_looking_leaves_nothing_in_a_list_of_the_data_set(levers):
     assert set(fed) == set(plain)
 
 
-class Caching(Pictures):
+class Caching(Images):
     """Keeps what came out of its pipeline: augmented once, as some do it."""
 
     def __init__(self, transform):
@@ -250,7 +250,7 @@ def test_a_data_set_that_keeps_its_images_itself(pipeline, levers):
     same_as_plain(program, *levers)
 
 
-class Opening(Pictures):
+class Opening(Images):
     """Opens its file when a sample is first asked for."""
 
     file = None
@@ -267,7 +267,7 @@ def test_a_file_that_is_opened_late(pipeline, levers):
     assert same_as_plain(lambda: epochs(Opening(pipeline())), *levers) == []
 
 
-class Failing(Pictures):
+class Failing(Images):
     def __getitem__(self, index):
         if index == 13:
             random.random()
@@ -293,7 +293,7 @@ def test_an_exception_comes_out_once_and_the_loader_goes_on(pipeline, levers):
     same_as_plain(program, *levers)
 
 
-class Interrupted(Pictures):
+class Interrupted(Images):
     def __getitem__(self, index):
         if index == 13:
             raise KeyboardInterrupt
@@ -370,7 +370,7 @@ def constant_late(dataset, epoch, at):
 
 @each_feed
 def test_a_constant_that_changes_late(levers):
-    same_as_plain(lambda: epochs(Pictures(fixed()), 3, constant_late, batch_size=1), *levers)
+    same_as_plain(lambda: epochs(Images(fixed()), 3, constant_late, batch_size=1), *levers)
 
 
 CHANGES = [label, labels_replaced, images_replaced, probability, constant, one_more_step, other_pipeline, no_pipeline_in_the_next_epoch]
@@ -379,13 +379,13 @@ CHANGES = [label, labels_replaced, images_replaced, probability, constant, one_m
 @each_feed
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_by_the_script_counts_from_the_next_batch_on(change, levers):
-    same_as_plain(lambda: epochs(Pictures(augmented()), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(augmented()), 3, change), *levers)
     if change is not probability:
-        same_as_plain(lambda: epochs(Pictures(fixed()), 3, change), *levers)
+        same_as_plain(lambda: epochs(Images(fixed()), 3, change), *levers)
 
 
 def stacked():
-    return np.stack([np.asarray(image) for image in pictures()])
+    return np.stack([np.asarray(image) for image in charts()])
 
 
 def tensors():
@@ -400,15 +400,15 @@ def floats():
 @pytest.mark.parametrize("change", [one_image, all_images, images_replaced], ids=lambda change: change.__name__)
 def test_data_that_is_changed_in_place(change, levers):
     """One image among many: whoever only looks at a sample now and then would miss it."""
-    same_as_plain(lambda: epochs(Pictures(fixed(), stacked()), 3, change), *levers)
-    same_as_plain(lambda: epochs(Pictures(floats(), tensors()), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(fixed(), stacked()), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(floats(), tensors()), 3, change), *levers)
 
 
 @each_keeping
 def test_large_data_is_looked_through_when_an_epoch_begins(levers):
     def program():
         large = np.zeros((24, 96, 96, 3), dtype=np.uint8)
-        return [batch[0][:, :, 0, 0] for batch in epochs(Pictures(fixed(), large), 2, one_image) if isinstance(batch, list)]
+        return [batch[0][:, :, 0, 0] for batch in epochs(Images(fixed(), large), 2, one_image) if isinstance(batch, list)]
 
     assert any("changed" in sentence for sentence in same_as_plain(program, *levers))
 
@@ -423,7 +423,7 @@ def test_tensors_that_are_replaced(levers):
     assert any("has changed its data set" in sentence for sentence in said)
 
 
-class WithEpoch(Pictures):
+class WithEpoch(Images):
     epoch = 0
 
     def __getitem__(self, index):
@@ -446,7 +446,7 @@ def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
     """A look would be a change."""
     def program():
         data = tensors() / 255
-        return [*epochs(Pictures(v1.Compose([v1.RandomHorizontalFlip(), last]), data), 3), data]
+        return [*epochs(Images(v1.Compose([v1.RandomHorizontalFlip(), last]), data), 3), data]
 
     assert any("in place" in sentence for sentence in same_as_plain(program, *levers))
 
@@ -455,7 +455,7 @@ def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
 
 
 def mixed(*, late):
-    images = pictures(20)
+    images = charts(20)
     images[17] = late(images[17])
     return images
 
@@ -465,7 +465,7 @@ def test_a_late_image_of_another_mode_fails_as_it_would(levers):
     """One gray image far behind: with three constants for one channel torchvision raises, and so must the batch."""
     def program():
         with pytest.raises(RuntimeError) as caught:
-            epochs(Pictures(augmented(), mixed(late=lambda image: image.convert("L"))), 1, shuffle=False)
+            epochs(Images(augmented(), mixed(late=lambda image: image.convert("L"))), 1, shuffle=False)
         return str(caught.value)
 
     same_as_plain(program, *levers)
@@ -478,23 +478,23 @@ def test_late_images_of_another_mode_that_a_transform_evens_out(mode, levers):
         return image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
 
     pipeline = v1.Compose([v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.Lambda(lambda image: image.convert("RGB")), v1.ToTensor()])
-    same_as_plain(lambda: epochs(Pictures(pipeline, mixed(late=late)), 2, shuffle=False), *levers)
-    same_as_plain(lambda: epochs(Pictures(v1.Compose([v1.Grayscale(3), v1.RandomHorizontalFlip(), v1.ToTensor()]), mixed(
+    same_as_plain(lambda: epochs(Images(pipeline, mixed(late=late)), 2, shuffle=False), *levers)
+    same_as_plain(lambda: epochs(Images(v1.Compose([v1.Grayscale(3), v1.RandomHorizontalFlip(), v1.ToTensor()]), mixed(
         late=lambda image: image.convert("L"))), 2, shuffle=False), *levers)
 
 
 @each_feed
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "I;16"])
 def test_images_of_every_mode(mode, levers):
-    images = [image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode) for image in pictures()]
+    images = [image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode) for image in charts()]
     pipeline = v1.Compose([v1.RandomCrop(10), v1.RandomHorizontalFlip(), v1.ToTensor()])
-    same_as_plain(lambda: epochs(Pictures(pipeline, images), 1), *levers)
+    same_as_plain(lambda: epochs(Images(pipeline, images), 1), *levers)
 
 
 @each_feed
 def test_images_of_different_sizes(levers):
-    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(pictures())]
-    same_as_plain(lambda: epochs(Pictures(augmented(), images)), *levers)
+    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(charts())]
+    same_as_plain(lambda: epochs(Images(augmented(), images)), *levers)
 
 
 # -- which loaders -------------------------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ def test_images_of_different_sizes(levers):
 ], ids=str)
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_arguments_of_a_loader(arguments, levers):
-    assert same_as_plain(lambda: epochs(Pictures(augmented()), **arguments), *levers) == []
+    assert same_as_plain(lambda: epochs(Images(augmented()), **arguments), *levers) == []
 
 
 SAMPLERS = {
@@ -522,14 +522,14 @@ SAMPLERS = {
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2], (THREAD,)], ids=[FEED_NAMES[0], FEED_NAMES[2], "thread"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(name, levers):
-    same_as_plain(lambda: epochs(Pictures(augmented()), **SAMPLERS[name]()), *levers)
-    same_as_plain(lambda: epochs(Pictures(fixed()), **SAMPLERS[name]()), *levers)
+    same_as_plain(lambda: epochs(Images(augmented()), **SAMPLERS[name]()), *levers)
+    same_as_plain(lambda: epochs(Images(fixed()), **SAMPLERS[name]()), *levers)
 
 
 @each_feed
 def test_a_loop_that_is_left_early_one_inside_another_and_two_loaders(levers):
     def program():
-        dataset, other = Pictures(augmented()), Pictures(fixed())
+        dataset, other = Images(augmented()), Images(fixed())
         loader, second, found = DataLoader(dataset, 5, shuffle=True), DataLoader(other, 4), []
         for at, batch in enumerate(loader):
             found.append(batch)
@@ -574,7 +574,7 @@ def test_what_is_left_alone_says_why(case, levers):
 
         loaders = {
             "stream": lambda: DataLoader(Stream(), 5),
-            "no batches": lambda: DataLoader(Pictures(fixed()), batch_size=None),
+            "no batches": lambda: DataLoader(Images(fixed()), batch_size=None),
         }
         return list(loaders[case]())
 
@@ -588,7 +588,7 @@ def test_what_is_left_alone_says_why(case, levers):
 def test_samplers_of_the_scripts_own_are_asked_as_late_as_ever(levers):
     def program():
         sampler, found = Stateful(), []
-        for batch in DataLoader(Pictures(augmented()), 4, sampler=sampler):
+        for batch in DataLoader(Images(augmented()), 4, sampler=sampler):
             found.append((batch, sampler.at))
             sampler.at += 2
         taking = iter(DataLoader(TensorDataset(torch.arange(1000)), 3, sampler=Endless()))
@@ -600,7 +600,7 @@ def test_samplers_of_the_scripts_own_are_asked_as_late_as_ever(levers):
 @each_feed
 def test_the_scripts_objects_stay_as_they_are(levers):
     def program():
-        dataset = Pictures(augmented())
+        dataset = Images(augmented())
         loader = DataLoader(dataset, 5, shuffle=True)
         before = [dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])]
         epochs_of = [batch for _ in range(2) for batch in loader]
@@ -616,9 +616,9 @@ def test_the_scripts_objects_stay_as_they_are(levers):
 def test_a_budget_that_holds_only_some_samples():
     """The rows that fit are kept, the others are fetched, and a step that draws lies between what is kept and the batch."""
     pipeline = v1.Compose([v1.Resize(96), v1.RandomAutocontrast(), v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.ToTensor()])
-    images = pictures(48, 96, 128)
+    images = charts(48, 96, 128)
     for levers in [(("cached_prefix", {"mib": 1}),), (BATCHED, ("cached_prefix", {"mib": 1}))]:
-        said = same_as_plain(lambda: epochs(Pictures(pipeline, images), batch_size=6), *levers)
+        said = same_as_plain(lambda: epochs(Images(pipeline, images), batch_size=6), *levers)
         assert not any("kept" in sentence or "differ" in sentence for sentence in said)
 
 
@@ -626,7 +626,7 @@ def test_samples_that_are_kept_are_not_fetched_again():
     """But one a batch, to see whether it changes."""
     asked = []
 
-    class Asked(Pictures):
+    class Asked(Images):
         def __getitem__(self, index):
             asked.append(index)
             return super().__getitem__(index)
@@ -645,7 +645,7 @@ def test_a_transform_is_done_once_for_a_batch():
     really = v1.Normalize.forward
     try:
         v1.Normalize.forward = lambda self, image: calls.append(1) or really(self, image)
-        run(lambda: epochs(Pictures(augmented()), 4), BATCHED)
+        run(lambda: epochs(Images(augmented()), 4), BATCHED)
     finally:
         v1.Normalize.forward = really
     assert len(calls) < 4 * 24 / 2
@@ -665,7 +665,7 @@ def test_difference_between_two_batches():
 def test_trying_out_a_loader_leaves_the_generators():
     before, ledger = torch.get_rng_state(), Ledger()
     INTERCEPTION.hold(ledger)
-    feed = Feed(DataLoader(Pictures(augmented()), 5))
+    feed = Feed(DataLoader(Images(augmented()), 5))
     feed.batched = True
     feed.prepare()
     assert feed.try_out() == ""

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, Pictures, augmented, difference, epochs, fixed, pictures, run, same_as_plain
+from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain
 from shapes import COLLATED, FOLLOWED, LEFT, STREAMS, Fetching, Sample, Stream, Transforming, Views, base, on, one_view, small
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 
 from flatout.pipeline import deferring
-from flatout.pipeline.following import Following
+from flatout.pipeline.pipeline_tracker import PipelineTracker
 
 each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
 EXPECTED_WARNINGS = ("To copy construct from a tensor", "This DataLoader will create", ".*torch.jit.script")
@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{start}") for start in EXPECTE
 def computed(monkeypatch, program, *levers):
     """How many images were computed in batches, and how many one by one, once their pipelines were read; and what was said."""
     every = {}
-    really = Following.review
+    really = PipelineTracker.review
 
     def reviewed(following):
         every[id(following)] = following
         really(following)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Following, "review", reviewed)
+        patch.setattr(PipelineTracker, "review", reviewed)
         _, _, said = run(program, *levers)
     pipelines = [pipeline for following in every.values() for pipeline in following.pipelines]
     return sum(each.together for each in pipelines), sum(each.alone for each in pipelines), [sentence for _, sentence in said]
@@ -84,23 +84,23 @@ def test_a_pipeline_that_is_looked_at_later_is_left_alone():
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 @pytest.mark.parametrize("name", COLLATED)
 def test_every_collation(name, levers, workers):
-    assert same_as_plain(lambda: epochs(Pictures(augmented()), collate_fn=COLLATED[name], num_workers=workers), *levers) == []
+    assert same_as_plain(lambda: epochs(Images(augmented()), collate_fn=COLLATED[name], num_workers=workers), *levers) == []
 
 
 @pytest.mark.parametrize("name", COLLATED)
 def test_collation_of_any_kind_is_computed_together(name, monkeypatch):
-    assert computed(monkeypatch, lambda: epochs(Pictures(augmented()), collate_fn=COLLATED[name]), BATCHED)[1:] == (0, [])
+    assert computed(monkeypatch, lambda: epochs(Images(augmented()), collate_fn=COLLATED[name]), BATCHED)[1:] == (0, [])
 
 
 @each_feed
 def test_transforms_that_the_collation_calls(levers, monkeypatch):
-    assert same_as_plain(lambda: epochs(Pictures(lambda image: image), collate_fn=Transforming()), *levers) == []
-    together, _, _ = computed(monkeypatch, lambda: epochs(Pictures(lambda image: image), collate_fn=Transforming()), BATCHED)
+    assert same_as_plain(lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), *levers) == []
+    together, _, _ = computed(monkeypatch, lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), BATCHED)
     assert together > 40
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [lambda: Pictures(Views(augmented())), lambda: Fetching(one_view())], ids=["two views", "set_transform"])
+@pytest.mark.parametrize("make", [lambda: Images(Views(augmented())), lambda: Fetching(one_view())], ids=["two views", "set_transform"])
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 def test_in_workers(make, levers, workers):
     assert same_as_plain(lambda: epochs(make(), num_workers=workers), *levers) == []
@@ -109,7 +109,7 @@ def test_in_workers(make, levers, workers):
 # -- what the data set's code does with them -----------------------------------------------------------------------------
 
 
-class Collecting(Pictures):
+class Collecting(Images):
     """Keeps every image for later."""
 
     def __init__(self, transform):
@@ -136,7 +136,7 @@ def test_an_image_that_is_changed_after_its_batch_was_made():
     """The batch, its images and other batches share no memory."""
     def program():
         found = []
-        for batch, samples in DataLoader(Pictures(augmented()), 6, collate_fn=lambda samples: (torch.stack([x for x, _ in samples]), samples)):
+        for batch, samples in DataLoader(Images(augmented()), 6, collate_fn=lambda samples: (torch.stack([x for x, _ in samples]), samples)):
             samples[0][0].zero_()
             found.append((batch.clone(), [x.clone() for x, _ in samples]))
             batch.fill_(5)
@@ -190,20 +190,20 @@ def test_a_bounded_number_of_images_waits(monkeypatch):
         return answer
 
     monkeypatch.setattr(deferring.Deferring, "_answer", answered)
-    assert same_as_plain(lambda: epochs(Pictures(Views(augmented())), batch_size=24), BATCHED) == []
+    assert same_as_plain(lambda: epochs(Images(Views(augmented())), batch_size=24), BATCHED) == []
     assert 0 < most[0] <= 5 * 11 * 13 * 3
 
 
 def test_nothing_is_held_once_a_batch_is_made():
     import gc
 
-    from flatout.pipeline.finishing import Work
+    from flatout.pipeline.finishing import DeferredWork
 
     def program():
         alive = []
-        for _ in DataLoader(Pictures(Views(augmented())), 6):
+        for _ in DataLoader(Images(Views(augmented())), 6):
             gc.collect()
-            alive.append(sum(type(thing) is Work for thing in gc.get_objects()))
+            alive.append(sum(type(thing) is DeferredWork for thing in gc.get_objects()))
         return alive
 
     found, _, _ = run(program, BATCHED)
@@ -231,8 +231,8 @@ def other_constant(dataset, epoch, at):
 @each_feed
 @pytest.mark.parametrize("change", [replaced, more_views, other_constant], ids=lambda change: change.__name__)
 def test_a_change_in_the_object_around_a_transform_counts_from_the_next_batch_on(change, levers):
-    same_as_plain(lambda: epochs(Pictures(Views(augmented())), 3, change), *levers)
-    same_as_plain(lambda: epochs(Pictures(Views(fixed_10())), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(Views(augmented())), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(Views(fixed_10())), 3, change), *levers)
 
 
 def fixed_10():
@@ -276,7 +276,7 @@ def test_a_sample_with_a_seed_of_its_own_that_comes_late(levers):
 
 def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
     def program():
-        return epochs(Pictures(augmented()), 1, lambda dataset, epoch, at: setattr(dataset, "transform", second), batch_size=2)
+        return epochs(Images(augmented()), 1, lambda dataset, epoch, at: setattr(dataset, "transform", second), batch_size=2)
 
     second = v1.Compose([v1.RandomCrop(9), v1.ToTensor()])
     assert same_as_plain(program, BATCHED) == []
@@ -344,7 +344,7 @@ def test_transforms_are_torchvisions_own_before_and_after():
     kinds = [v1.Compose, v1.RandomCrop, v1.ToTensor]
     before = [(kind, dict(vars(kind))) for kind in kinds]
     seeding = torch.manual_seed, torch.random.manual_seed
-    run(lambda: epochs(Pictures(augmented())), BATCHED, LAZILY)
+    run(lambda: epochs(Images(augmented())), BATCHED, LAZILY)
     assert [(kind, dict(vars(kind))) for kind in kinds] == before
     assert (torch.manual_seed, torch.random.manual_seed) == seeding
 
@@ -352,10 +352,10 @@ def test_transforms_are_torchvisions_own_before_and_after():
 @each_feed
 def test_two_loaders_in_turns_and_a_transform_that_the_script_calls_itself(levers):
     def program():
-        dataset, other = Pictures(Views(augmented())), Pictures(augmented())
+        dataset, other = Images(Views(augmented())), Images(augmented())
         found = []
         for batch, second in zip(DataLoader(dataset, 6, shuffle=True), DataLoader(other, 6), strict=True):
-            mine = dataset.transform(pictures(1)[0])
+            mine = dataset.transform(charts(1)[0])
             found += [batch, second, mine, [type(each) for each in mine], random.random()]
         return found
 
@@ -364,7 +364,7 @@ def test_two_loaders_in_turns_and_a_transform_that_the_script_calls_itself(lever
 
 def test_the_answer_has_no_deferred_image_in_it():
     """`difference` compares types; a batch of samples as they are holds the images themselves."""
-    found, _, _ = run(lambda: epochs(Pictures(augmented()), collate_fn=COLLATED["as it is"]), BATCHED)
+    found, _, _ = run(lambda: epochs(Images(augmented()), collate_fn=COLLATED["as it is"]), BATCHED)
     assert {type(x) for samples in found[::2] for x, _ in samples} == {torch.Tensor}
     assert difference(found[0], found[0]) == ""
 

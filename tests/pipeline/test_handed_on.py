@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flatout.pipeline.feed import Feed
-from flatout.pipeline.handed_on import CHECKED, HandedOn
-from flatout.pipeline.keeping import PROVED, Keep, Memory, spread
+from flatout.pipeline.keeping import PROVED, CacheBudget, CacheOptions, spread
+from flatout.pipeline.shared_samples import CHECKED, SharedSamples
 
 LENGTH = 3000
 
@@ -38,7 +38,7 @@ def kept(dataset, folder):
     """The store of a program that keeps all samples before its first batch, and how many samples it fetched."""
     asked.clear()
     feed = Feed(DataLoader(dataset, batch_size=10))
-    feed.keep = Keep(Memory(2**24), ahead=True, handed_on=HandedOn(folder, nullcontext, time.monotonic))
+    feed.keep = CacheOptions(CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic))
     feed.prepare()
     assert feed.store is not None, feed.refusal or feed.keeps_nothing
     assert feed.store.full
@@ -82,7 +82,7 @@ def test_samples_that_draw_random_numbers_are_not_handed_on(tmp_path):
             return self.rows[index] + torch.rand(3), index
 
     feed = Feed(DataLoader(Noisy(), batch_size=10))
-    feed.keep = Keep(Memory(2**24), ahead=True, handed_on=HandedOn(tmp_path, nullcontext, time.monotonic))
+    feed.keep = CacheOptions(CacheBudget(2**24), ahead=True, handed_on=SharedSamples(tmp_path, nullcontext, time.monotonic))
     feed.prepare()
     assert feed.store is None
     assert not list(tmp_path.iterdir())

@@ -7,17 +7,17 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 pytest.importorskip("torchvision")
 
-from feeding import Pictures, augmented
+from feeding import Images, augmented
 from shapes import Views
 
-from flatout.pipeline.inspection import aside
+from flatout.pipeline.inspection import inspection_copy
 
 
 def test_a_copy_to_look_at():
-    dataset = Pictures(augmented())
+    dataset = Images(augmented())
     dataset.seen, dataset.cache, dataset.set = [], {}, set()
     whole = ConcatDataset([Subset(dataset, [1]), dataset])
-    copy = aside(whole)
+    copy = inspection_copy(whole)
     inner = copy.datasets[1]
     for held in (inner.seen, ):
         held.append(1)
@@ -27,7 +27,7 @@ def test_a_copy_to_look_at():
     assert inner.images[0] is dataset.images[0]
     assert type(copy) is ConcatDataset
     assert len(copy) == len(whole)
-    assert aside([1, 2]) == [1, 2]
+    assert inspection_copy([1, 2]) == [1, 2]
 
 
 class Counting(Views):
@@ -43,8 +43,8 @@ class Slots(Dataset):
 
 
 def test_what_an_object_around_a_transform_counts():
-    dataset = Pictures(Counting(augmented()))
-    copy = aside(Subset(dataset, [1, 2])).dataset
+    dataset = Images(Counting(augmented()))
+    copy = inspection_copy(Subset(dataset, [1, 2])).dataset
     copy[1]
     assert (copy.transform.calls, dataset.transform.calls) == (1, 0)
     assert copy.transform.transform is dataset.transform.transform
@@ -53,6 +53,6 @@ def test_what_an_object_around_a_transform_counts():
 def test_slots_are_copied_as_well():
     dataset = Slots()
     dataset.image, dataset.label = 3, 4
-    copy = aside(dataset)
+    copy = inspection_copy(dataset)
     copy.image = 5
     assert (copy.image, copy.label, dataset.image, hasattr(copy, "missing")) == (5, 4, 3, False)

@@ -8,17 +8,17 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import pictures
+from feeding import charts
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from flatout.pipeline.draws import Numbers, Words
+from flatout.pipeline.draws import BulkNumbers, Numbers
 from flatout.pipeline.lowering import copied, deterministic, flat, form_of, lower, name_of, read, same_pixels, shape_of, stack
-from flatout.pipeline.operation import Form, Shape, Unknown
+from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 from flatout.pipeline.operations import Flip
 
-IMAGES = pictures(3)
+IMAGES = charts(3)
 FLIP, CROP, TENSOR, NORMAL = v1.RandomHorizontalFlip(), v1.RandomCrop(8), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.5] * 3)
 OWN = v1.Lambda(lambda image: image)
 
@@ -61,7 +61,7 @@ def test_the_run_that_is_chosen(steps, wanted):
     (v1.Normalize([0.5], [0.5], inplace=True), [torch.zeros(3, 4, 4)] * 2, "in place"),
 ])
 def test_why_not(transform, images, says):
-    with pytest.raises(Unknown, match=says) as caught:
+    with pytest.raises(NotBatchable, match=says) as caught:
         lower(transform, images)
     assert len(str(caught.value).split()) >= 4
     assert "\n" not in str(caught.value)
@@ -74,7 +74,7 @@ def test_nothing_that_draws_comes_behind_the_batch(draw):
         return image
 
     assert runs(v1.Compose([noisy, FLIP, TENSOR])) == (1, 3)
-    with pytest.raises(Unknown, match="draws random numbers"):
+    with pytest.raises(NotBatchable, match="draws random numbers"):
         lower(v1.Compose([FLIP, TENSOR, noisy]), IMAGES)
 
 
@@ -85,8 +85,8 @@ def test_hooks_children_and_hidden_classes_are_not_read():
     hooked = v1.RandomHorizontalFlip()
     hooked.register_forward_hook(lambda *_: None)
     for transform in (RandomHorizontalFlip(), hooked):
-        with pytest.raises(Unknown):
-            read(transform, Form("pil", mode="RGB"))
+        with pytest.raises(NotBatchable):
+            read(transform, ImageForm("pil", mode="RGB"))
     assert name_of(RandomHorizontalFlip()) == ""
     assert name_of(v2.RandomCrop(3)) == "v2.RandomCrop"
     assert name_of(v1.RandomCrop(3)) == "v1.RandomCrop"
@@ -96,9 +96,9 @@ def test_hooks_children_and_hidden_classes_are_not_read():
 def test_attributes_of_another_torchvision():
     strange = v1.RandomHorizontalFlip()
     del strange.p
-    with pytest.raises(Unknown, match="could not be read"):
-        read(strange, Form("pil", mode="RGB"))
-    assert read(FLIP, Form("pil", mode="RGB")) == [Flip(-1, 0.5)]
+    with pytest.raises(NotBatchable, match="could not be read"):
+        read(strange, ImageForm("pil", mode="RGB"))
+    assert read(FLIP, ImageForm("pil", mode="RGB")) == [Flip(-1, 0.5)]
 
 
 def test_heavy_transforms_stay_with_the_single_image_where_that_is_asked():
@@ -116,17 +116,17 @@ def test_how_many_steps_draw_nothing(steps, count):
 
 
 @pytest.mark.parametrize(("image", "form"), [
-    (IMAGES[0], Form("pil", mode="RGB")), (IMAGES[0].convert("L"), Form("pil", mode="L")), (IMAGES[0].convert("RGBA"), Form("pil", mode="RGBA")),
+    (IMAGES[0], ImageForm("pil", mode="RGB")), (IMAGES[0].convert("L"), ImageForm("pil", mode="L")), (IMAGES[0].convert("RGBA"), ImageForm("pil", mode="RGBA")),
     (IMAGES[0].convert("P"), None), (IMAGES[0].convert("1"), None), (IMAGES[0].convert("CMYK"), None), (IMAGES[0].convert("LA"), None),
-    (np.zeros((3, 4), np.uint8), Form("numpy")), (np.zeros((3, 4, 3), np.uint8), Form("numpy")), (np.zeros((3, 4, 3), np.float32), None),
-    (np.zeros(3, np.uint8), None), (torch.zeros(3, 4, 5), Form("tensor", torch.float32)), (torch.zeros(3, 4, 5, dtype=torch.uint8), Form("tensor")),
-    (tv_tensors.Image(torch.zeros(3, 4, 5)), Form("tensor", torch.float32, tv=True)), (tv_tensors.Mask(torch.zeros(1, 4, 5)), None), (torch.zeros(4, 5), None),
+    (np.zeros((3, 4), np.uint8), ImageForm("numpy")), (np.zeros((3, 4, 3), np.uint8), ImageForm("numpy")), (np.zeros((3, 4, 3), np.float32), None),
+    (np.zeros(3, np.uint8), None), (torch.zeros(3, 4, 5), ImageForm("tensor", torch.float32)), (torch.zeros(3, 4, 5, dtype=torch.uint8), ImageForm("tensor")),
+    (tv_tensors.Image(torch.zeros(3, 4, 5)), ImageForm("tensor", torch.float32, tv=True)), (tv_tensors.Mask(torch.zeros(1, 4, 5)), None), (torch.zeros(4, 5), None),
     (torch.zeros(3, 4, 5, requires_grad=True), None), (torch.nn.Parameter(torch.zeros(3, 4, 5)), None), ("words", None), (None, None),
 ], ids=lambda value: type(value).__name__)
 def test_what_an_image_is(image, form):
     assert form_of(image) == form
     if form is not None:
-        assert shape_of(image) == Shape(*stack([image])[0].shape)
+        assert shape_of(image) == ImageShape(*stack([image])[0].shape)
         assert same_pixels(image, copied(image))
         assert copied(image) is not image
 
@@ -135,11 +135,11 @@ def test_drawing_for_a_batch_is_drawing_for_its_images():
     """The three ways in which numbers are drawn, over a pipeline whose counts are known before, and one whose are not."""
     for transform in (v1.Compose([CROP, FLIP, TENSOR]), v1.Compose([v1.RandomResizedCrop(6), FLIP, v1.ColorJitter(0.2, 0.2), TENSOR])):
         lowered = lower(transform, IMAGES)
-        shape, (a, b, c) = Shape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
-        images = stack(pictures(7))
+        shape, (a, b, c) = ImageShape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
+        images = stack(charts(7))
         at_once = lowered.run(images, lowered.draw(shape, 7, a))
         rows = [lowered.row(shape, Numbers(b)) for _ in range(7)]
-        with Words(c) as words:
+        with BulkNumbers(c) as words:
             again = [lowered.row(shape, words) for _ in range(7)]
         for numbers in (rows, again):
             assert torch.equal(at_once, lowered.run(images, lowered.together(numbers, shape)))
@@ -151,5 +151,5 @@ def test_drawing_for_a_batch_is_drawing_for_its_images():
 def test_no_images_in_a_batch_draw_nothing():
     lowered, generator = lower(v1.Compose([CROP, FLIP, TENSOR]), IMAGES), torch.Generator().manual_seed(3)
     before = generator.get_state()
-    assert all(len(column) == 0 for numbers in lowered.draw(Shape(3, 11, 13), 0, generator) for column in numbers)
+    assert all(len(column) == 0 for numbers in lowered.draw(ImageShape(3, 11, 13), 0, generator) for column in numbers)
     assert torch.equal(before, generator.get_state())

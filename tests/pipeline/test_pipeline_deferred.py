@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import difference, pictures
+from feeding import charts, difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,13 +25,13 @@ from flatout.capture.ledger import Ledger
 from flatout.pipeline.deferred import is_deferred
 from flatout.pipeline.deferring import Deferring
 from flatout.pipeline.intercept import INTERCEPTION, recording
-from flatout.pipeline.observing import Observer, Reading
+from flatout.pipeline.observing import CallObserver, PipelineReader
 from flatout.pipeline.pipelines import Pipelines
-from flatout.pipeline.streams import untouched
+from flatout.pipeline.streams import preserve_states
 
-IMAGES = pictures(6)
+IMAGES = charts(6)
 TENSOR = v1.Compose([v1.RandomCrop(9, padding=1), v1.RandomHorizontalFlip(), v1.ToTensor()])
-PICTURE, TO_TENSOR = v1.RandomCrop((8, 9)), v1.ToTensor()
+IMAGE, TO_TENSOR = v1.RandomCrop((8, 9)), v1.ToTensor()
 TV = v2.Compose([v2.RandomCrop(9), v2.ToImage()])
 
 
@@ -46,14 +46,14 @@ def intercepted():
 @pytest.fixture(scope="module")
 def pipelines():
     """Of the three transforms above, with the pictures going on into a tensor."""
-    found, observer = Pipelines(), Observer((), on_copies=True)
-    with untouched():
+    found, observer = Pipelines(), CallObserver((), on_copies=True)
+    with preserve_states():
         with recording(observer):
             for image in IMAGES[:3]:
                 TENSOR(image)
                 TV(image)
-                TO_TENSOR(PICTURE(image))
-        assert Reading(batched=True, light=False, keeping=False).add(found, observer.calls) == []
+                TO_TENSOR(IMAGE(image))
+        assert PipelineReader(batched=True, light=False, keeping=False).add(found, observer.calls) == []
     for pipeline in found:
         pipeline.proved = True
     return found
@@ -130,7 +130,7 @@ def test_what_is_certain_is_answered_without_computing(question, transform, pipe
     assert still == [False, True]
 
 
-PICTURE_USES = {
+IMAGE_USES = {
     "pixels": lambda x: np.asarray(x).tolist(), "size": lambda x: (x.size, x.mode), "width": lambda x: (x.width, x.height),
     "pixel": lambda x: x.getpixel((1, 2)),
     "bytes": lambda x: x.tobytes(), "equal": lambda x: (x == x.copy(), x != x.copy()), "copy": lambda x: copy.copy(x).tobytes(), "class": lambda x: x.__class__,
@@ -140,9 +140,9 @@ PICTURE_USES = {
 }
 
 
-@pytest.mark.parametrize("use", PICTURE_USES)
+@pytest.mark.parametrize("use", IMAGE_USES)
 def test_a_picture_that_is_looked_at_is_the_real_one(use, pipelines):
-    plain, other = both(PICTURE, pipelines, PICTURE_USES[use])
+    plain, other = both(IMAGE, pipelines, IMAGE_USES[use])
     if isinstance(plain[0], Image.Image):
         assert plain[0] == other[0]
     else:
@@ -155,15 +155,15 @@ def test_a_picture_that_is_looked_at_is_the_real_one(use, pipelines):
 def test_a_picture_knows_its_size_without_computing(pipelines):
     recorder = Deferring(pipelines, at_once=True)
     with recording(recorder):
-        picture = PICTURE(IMAGES[0])
-        assert (picture.size, picture.mode) == ((9, 8), "RGB")
-        assert is_deferred(picture)
-        x = TO_TENSOR(picture)
+        chart = IMAGE(IMAGES[0])
+        assert (chart.size, chart.mode) == ((9, 8), "RGB")
+        assert is_deferred(chart)
+        x = TO_TENSOR(chart)
         assert is_deferred(x)
-        assert is_deferred(picture)
+        assert is_deferred(chart)
         recorder.close()
     assert type(x) is torch.Tensor
-    assert torch.equal(x, v1.functional.to_tensor(picture))
+    assert torch.equal(x, v1.functional.to_tensor(chart))
 
 
 @settings(max_examples=40)
@@ -171,12 +171,12 @@ def test_a_picture_knows_its_size_without_computing(pipelines):
 def test_any_images_in_any_order_make_the_batch_that_they_would_have_made(pipelines, order, taken, looked, at_once, seed):
     """Some of them looked at before, of two pipelines in turns; one generator."""
     torch.manual_seed(seed)
-    plain = [(TENSOR if at % 3 else TO_TENSOR)(PICTURE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
+    plain = [(TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
     end = torch.get_rng_state()
     torch.manual_seed(seed)
     recorder = Deferring(pipelines, at_once=at_once)
     with recording(recorder):
-        images = [(TENSOR if at % 3 else TO_TENSOR)(PICTURE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
+        images = [(TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
         for at in looked:
             images[at].sum()
         assert recorder.settle()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.pipeline.draws import WIDEST, Integer, Numbers, Uniform, Words, columns, understood
+from flatout.pipeline.draws import WIDEST, BulkNumbers, Integer, Numbers, Uniform, columns, understood
 
 finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
 kinds = st.one_of(st.builds(lambda a, b: Uniform(min(a, b), max(a, b)), finite, finite), st.builds(Integer, st.integers(1, WIDEST - 1)), st.just(Uniform()))
@@ -62,7 +62,7 @@ def test_words_are_numbers(seed, asked):
 
     wanted = answers(numbers)
     found.clear()
-    with Words(ahead) as words:
+    with BulkNumbers(ahead) as words:
         assert answers(words) == wanted
     assert torch.equal(ahead.get_state(), single.get_state())
 
@@ -70,7 +70,7 @@ def test_words_are_numbers(seed, asked):
 @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 127, 128, 129, 700])
 def test_the_generator_ends_where_calls_would_have_left_it(count):
     ahead, single = two(3)
-    with Words(ahead) as words:
+    with BulkNumbers(ahead) as words:
         for _ in range(count):
             words.rand()
     for _ in range(count):
@@ -81,7 +81,7 @@ def test_the_generator_ends_where_calls_would_have_left_it(count):
 def test_the_generator_is_put_right_where_the_reading_fails():
     ahead, single = two(4)
     def fail():
-        with Words(ahead) as words:
+        with BulkNumbers(ahead) as words:
             words.rand()
             raise LookupError
 

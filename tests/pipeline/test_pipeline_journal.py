@@ -6,19 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.pipeline.choose import OneOf, Sometimes
+from flatout.pipeline.choose import OneOf, RandomBranch
 from flatout.pipeline.draws import Numbers
-from flatout.pipeline.journal import Journal, numbers_of
-from flatout.pipeline.operation import Shape, row_of, rows_together
+from flatout.pipeline.journal import DrawJournal, numbers_of
+from flatout.pipeline.operation import ImageShape, row_of, rows_together
 from flatout.pipeline.operations import Flip, Pad, Window
 
-SHAPE = Shape(3, 11, 13)
+SHAPE = ImageShape(3, 11, 13)
 KINDS = [
     (Pad(1, 1, 1, 1), Window(8, 9), Flip(-1, 0.5)),
     (Flip(-1, 0.3),),
     (Window(6, 6, apart_axes=True), Flip(-2, 0.5), Flip(-1, 0.5)),
     (OneOf(((Flip(-1, 0.5),), (Flip(-2, 0.5),)), (0.4, 0.6)), Flip(-1, 0.5)),
-    (Sometimes((Flip(-1, 0.5), Flip(-2, 0.5)), 0.5),),
+    (RandomBranch((Flip(-1, 0.5), Flip(-2, 0.5)), 0.5),),
 ]
 calls = st.lists(st.integers(0, len(KINDS) - 1), min_size=1, max_size=12)
 
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, p
     order = pattern * repeated
     rows, end = plain(order, seed)
     torch.manual_seed(seed)
-    journal = Journal(at_once)
+    journal = DrawJournal(at_once)
     draws = [journal.add(KINDS[kind], SHAPE) for kind in order]
     journal.settle()
     assert journal.in_order
@@ -54,7 +54,7 @@ def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, p
 
 def test_a_draw_in_between_is_noticed():
     for between in (lambda: torch.rand(1), lambda: torch.manual_seed(3)):
-        journal = Journal(at_once=False)
+        journal = DrawJournal(at_once=False)
         journal.add(KINDS[0], SHAPE)
         between()
         journal.settle()
@@ -62,7 +62,7 @@ def test_a_draw_in_between_is_noticed():
 
 
 def test_a_draw_before_the_first_call_is_none_in_between():
-    journal = Journal(at_once=False)
+    journal = DrawJournal(at_once=False)
     torch.rand(1)
     journal.add(KINDS[0], SHAPE)
     journal.add(KINDS[0], SHAPE)
@@ -74,14 +74,14 @@ def test_a_draw_before_the_first_call_is_none_in_between():
 
 
 def test_to_seed_is_to_interrupt_where_a_call_waits():
-    journal = Journal(at_once=False)
+    journal = DrawJournal(at_once=False)
     journal.interrupt()
     assert journal.in_order
     journal.add(KINDS[0], SHAPE)
     journal.interrupt()
     journal.settle()
     assert not journal.in_order
-    at_once = Journal(at_once=True)
+    at_once = DrawJournal(at_once=True)
     at_once.add(KINDS[0], SHAPE)
     at_once.interrupt()
     assert at_once.in_order

@@ -13,8 +13,8 @@ from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.pipeline.draws import Words
-from flatout.pipeline.operation import Form, Shape, Unknown
+from flatout.pipeline.draws import BulkNumbers
+from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 from flatout.pipeline.resample import READERS, areas
 
 FAMILIES = pytest.mark.parametrize("family", [v1, v2])
@@ -82,7 +82,7 @@ def test_one_crop(same, name):
 def test_areas_and_aspects_are_torchs():
     """A box hides most of a last bit; the numbers it is made from do not."""
     low, high = torch.log(torch.tensor((0.3, 3.3)))
-    with Words(torch.Generator().manual_seed(5)) as words:
+    with BulkNumbers(torch.Generator().manual_seed(5)) as words:
         drawn = [pair for _ in range(50) for pair in areas(words, (0.02, 0.33), (0.3, 3.3), 1024)]
     make = torch.Generator().manual_seed(5)
     for area, aspect in drawn:
@@ -111,11 +111,11 @@ def test_other_names_of_the_filters(same, interpolation):
 
 
 @pytest.mark.parametrize(("transform", "form"), [
-    (v1.Resize(8), Form("pil", mode="RGBA")), (v1.Resize(8), Form("tensor", torch.float64)), (v1.Resize(8), Form("numpy")),
-    (v1.Resize(8, Mode.LANCZOS), Form("tensor")), (v1.RandomResizedCrop(8), Form("pil", mode="P")),
+    (v1.Resize(8), ImageForm("pil", mode="RGBA")), (v1.Resize(8), ImageForm("tensor", torch.float64)), (v1.Resize(8), ImageForm("numpy")),
+    (v1.Resize(8, Mode.LANCZOS), ImageForm("tensor")), (v1.RandomResizedCrop(8), ImageForm("pil", mode="P")),
 ])
 def test_what_is_left_alone(transform, form):
-    with pytest.raises(Unknown, match="not resampled in batches"):
+    with pytest.raises(NotBatchable, match="not resampled in batches"):
         READERS[f"v1.{type(transform).__name__}"](transform, form)
 
 
@@ -128,11 +128,11 @@ def test_columns_that_shrink_most_come_first(same):
 
 def test_a_pillow_of_another_kind_is_left_alone(monkeypatch):
     monkeypatch.setattr("PIL.__version__", "9.5.0.post2")
-    with pytest.raises(Unknown, match=r"9\.5\.0\.post2"):
-        READERS["v1.Resize"](v1.Resize(8), Form("pil", mode="RGB"))
+    with pytest.raises(NotBatchable, match=r"9\.5\.0\.post2"):
+        READERS["v1.Resize"](v1.Resize(8), ImageForm("pil", mode="RGB"))
 
 
 def test_a_bound_below_the_shorter_side_is_refused():
     transform = v2.Resize(20, max_size=20)
     with pytest.raises(ValueError, match="must exceed"):
-        READERS["v2.Resize"](transform, Form("tensor")).shape(Shape(3, 40, 50))
+        READERS["v2.Resize"](transform, ImageForm("tensor")).shape(ImageShape(3, 40, 50))

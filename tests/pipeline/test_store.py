@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torchvision")
 
-from feeding import difference, pictures
+from feeding import charts, difference
 
-from flatout.pipeline.likeness import same_bits
-from flatout.pipeline.operation import Unknown
+from flatout.pipeline.batch_comparison import same_bits
+from flatout.pipeline.operation import NotBatchable
 from flatout.pipeline.store import Constant, Store, values_of
 
 MIB = 2**20
@@ -86,7 +86,7 @@ def test_minus_zero_and_nan():
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
 def test_images_come_back_as_images(mode):
-    images = pictures(5, mode=mode)
+    images = charts(5, mode=mode)
     store = Store((images[0], 0), 5, MIB, False)
     store.put(range(5), [(image, at) for at, image in enumerate(images)])
     for at, (image, label) in enumerate(store.samples(torch.arange(5))):
@@ -98,7 +98,7 @@ def test_a_constant_must_be_the_same_in_every_sample():
     store.put([1], [(Constant(3), 5)])
     assert store.samples(torch.tensor([1])) == [(Constant(3), 5)]
     for other in ((Constant(4), 1), (1, 1), (Constant(3), Constant(3))):
-        with pytest.raises(Unknown, match="different pipelines"):
+        with pytest.raises(NotBatchable, match="different pipelines"):
             store.put([2], [other])
     assert not store.has(torch.tensor([2]))
 
@@ -109,11 +109,11 @@ class Child(torch.Tensor):
 
 @pytest.mark.parametrize("value", [
     "words", None, object(), 2**70, torch.tensor([1.0], requires_grad=True), torch.eye(2).to_sparse(), torch.zeros(1).as_subclass(Child), np.array(["a"]),
-    np.array([None]), {1, 2}, OrderedDict(a=1), b"bytes", pictures(1)[0].convert("P"), pictures(1)[0].convert("CMYK"), torch.nn.Parameter(torch.zeros(1)),
+    np.array([None]), {1, 2}, OrderedDict(a=1), b"bytes", charts(1)[0].convert("P"), charts(1)[0].convert("CMYK"), torch.nn.Parameter(torch.zeros(1)),
     np.datetime64("2020-01-01"), (((((((1,),),),),),),),
 ], ids=lambda value: type(value).__name__)
 def test_what_cannot_be_kept_exactly_is_refused(value):
-    with pytest.raises(Unknown, match="a sample"):
+    with pytest.raises(NotBatchable, match="a sample"):
         Store((1, value), 3, MIB, False)
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_kept_exactly_is_refused(value):
 ], ids=repr)
 def test_a_sample_that_is_not_like_the_first_is_refused(other):
     store = Store((torch.ones(3), 1), 3, MIB, False)
-    with pytest.raises(Unknown, match=r"alike|differ"):
+    with pytest.raises(NotBatchable, match=r"alike|differ"):
         store.put([0], [other])
     assert not store.holds(0, other)
     assert not store.has(torch.tensor([0]))
@@ -131,7 +131,7 @@ def test_a_sample_that_is_not_like_the_first_is_refused(other):
 
 def test_keys_of_a_dictionary_belong_to_a_sample():
     store = Store({"a": 1, "b": 2}, 2, MIB, False)
-    with pytest.raises(Unknown):
+    with pytest.raises(NotBatchable):
         store.put([0], [{"a": 1, "c": 2}])
 
 

@@ -14,11 +14,11 @@ from flatout.pipeline.streams import (
     can_stand_in,
     has_own_order,
     own_generators,
-    put_back,
+    preserve_states,
+    restore_states,
     same_states,
     seeds_itself,
     states,
-    untouched,
     without_workers,
 )
 
@@ -34,11 +34,11 @@ def test_every_generator_goes_on_as_if_nothing_had_been_drawn(name):
     kept = states()
     first = draw()
     assert not same_states(kept, states())
-    put_back(kept)
+    restore_states(kept)
     assert same_states(kept, states())
     assert draw() == first
-    put_back(kept)
-    with untouched():
+    restore_states(kept)
+    with preserve_states():
         draw()
     assert draw() == first
 
@@ -66,7 +66,7 @@ def test_the_generators_of_a_data_set(make, deep):
     for each in found:
         torch.rand(1, generator=each) if isinstance(each, torch.Generator) else each.random() if hasattr(each, "random") else each.rand()
     assert not same_states(kept, states(found))
-    put_back(kept)
+    restore_states(kept)
     assert same_states(kept, states(found))
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("torchvision")
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.pipeline.operation import Form, Operation, Unknown
+from flatout.pipeline.operation import BatchOperation, ImageForm, NotBatchable
 from flatout.pipeline.tone import READERS
 
 PIL = ["pil-rgb", "pil-l"]
@@ -50,8 +50,8 @@ def test_sizes(same, family, size, made, name):
 
 def test_posterize_of_floats_is_version_twos(same):
     same(v2.RandomPosterize(3, 0.5), "floats")
-    with pytest.raises(Unknown):
-        READERS["v1.RandomPosterize"](v1.RandomPosterize(3), Form("tensor", torch.float32))
+    with pytest.raises(NotBatchable):
+        READERS["v1.RandomPosterize"](v1.RandomPosterize(3), ImageForm("tensor", torch.float32))
 
 
 @pytest.mark.parametrize("transform", [
@@ -59,16 +59,16 @@ def test_posterize_of_floats_is_version_twos(same):
 ], ids=lambda each: type(each).__name__)
 def test_floats_that_would_round_otherwise_are_left_alone(transform):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
-    with pytest.raises(Unknown):
-        READERS[f"{family}.{type(transform).__name__}"](transform, Form("tensor", torch.float32))
+    with pytest.raises(NotBatchable):
+        READERS[f"{family}.{type(transform).__name__}"](transform, ImageForm("tensor", torch.float32))
 
 
 @pytest.mark.parametrize(("family", "done"), [("v1", True), ("v2", False)])
 def test_the_chance_is_compared_as_torchvision_compares_it(family, done):
     """0.7 in single precision is below 0.7: version 1 sees that, as it compares Python's numbers, version 2 does not."""
     transform = {"v1": v1, "v2": v2}[family].RandomInvert(0.7)
-    read = READERS[f"{family}.RandomInvert"](transform, Form("tensor"))
-    assert isinstance(read, Operation)
+    read = READERS[f"{family}.RandomInvert"](transform, ImageForm("tensor"))
+    assert isinstance(read, BatchOperation)
     images = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
     assert bool(read(images, [torch.tensor([0.7])]).any()) is done
     assert ((torch.tensor([0.7]).item() < 0.7) if family == "v1" else bool(torch.tensor([0.7]) < 0.7)) is done

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, whatever happens in between; folders never share a number."""
+"""Files are written whole or not at all, even if interrupted; folders never share a number."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path):
-    """RLIMIT_FSIZE stands in for the disk: a write beyond it fails as ENOSPC does, in the middle of the file."""
+    """RLIMIT_FSIZE replaces the disk: a write beyond it fails in the middle of the file, as with ENOSPC."""
     path = tmp_path / "session.json"
     code = ("import sys, signal\nfrom pathlib import Path\nfrom flatout.plan.folder import write_whole\nfrom flatout.plan.errors import StorageError\n"
             "path = Path(sys.argv[1])\nwrite_whole(path, 'old')\n"
@@ -96,7 +96,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
 
 @pytest.mark.parametrize("where", ["a file in place of the folder", "a kernel folder", "a folder in place of the file"])
 def test_where_nothing_can_be_written(tmp_path, where):
-    """Root may write where permissions forbid it, so these are places where nobody can."""
+    """Root may write despite permissions, so these are places where nobody can."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     path = {"a file in place of the folder": tmp_path / "file" / "session.json", "a kernel folder": Path("/proc/flatout/session.json"),
@@ -108,7 +108,7 @@ def test_where_nothing_can_be_written(tmp_path, where):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a": 1} trailing', b"NaN,"])
-def test_what_is_not_json_reads_as_nothing(tmp_path, content):
+def test_invalid_json_reads_as_nothing(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     assert read_json(tmp_path / "a.json") is None
     assert read_json(tmp_path / "missing.json") is None
@@ -128,7 +128,7 @@ def test_a_job_is_private(tmp_path):
         assert path.parent == job.path
 
 
-def test_a_job_that_cannot_be_made_says_where_and_what_next(tmp_path):
+def test_a_job_that_cannot_be_created_names_the_place_and_the_next_command(tmp_path):
     (tmp_path / "job").write_text("")
     with pytest.raises(StorageError, match=r"job.*--job"):
         JobFolder(tmp_path / "job").make()
@@ -142,7 +142,7 @@ def test_trials_are_counted(tmp_path):
 
 
 def test_trials_never_share_a_number(tmp_path):
-    """Threads and processes that begin at once."""
+    """Threads and processes that start at the same time."""
     job = JobFolder(tmp_path).make()
     code = ("import sys\nfrom pathlib import Path\nfrom flatout.plan.folder import JobFolder\n"
             "for _ in range(50): print(JobFolder(Path(sys.argv[1])).new_trial().path.name)")
@@ -167,7 +167,7 @@ def test_a_trial_owns_its_paths(tmp_path):
 
 
 def test_written_files_reach_the_disk_before_the_name(tmp_path, monkeypatch):
-    """The rename comes after the flush: a power cut leaves the old file or the new one."""
+    """The rename follows the flush: a power cut leaves the old file or the new one."""
     order: list[str] = []
     really_sync, really_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (order.append("flush"), really_sync(handle))[1])

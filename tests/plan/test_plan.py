@@ -1,4 +1,4 @@
-"""The Plan: frozen, ordered, TOML both ways, a digest of what it does, and no patience with broken files."""
+"""The Plan: frozen, ordered, TOML both ways, a digest of its effect, and errors for broken files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.plan.enums import Origin
 from flatout.plan.errors import FlatoutError, PlanError
 from flatout.plan.plan import MAX_PLAN_BYTES, Choice, Plan, diff, spell
-from flatout.plan.words import Origin
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 names = words.filter(lambda s: s != "value")
@@ -41,14 +41,14 @@ def test_json_and_back(plan):
 
 @given(plans)
 def test_evidence_is_a_comment_too(plan):
-    """A person who opens the file reads the evidence beside the lever."""
+    """A user who opens the file reads the evidence next to the lever."""
     text = plan.to_toml()
     for choice in plan:
         if choice.evidence.isprintable() and choice.evidence.strip():
             assert any(line.startswith("#") and choice.evidence.strip() in line for line in text.splitlines())
 
 
-def test_toml_that_a_person_writes():
+def test_hand_written_toml():
     plan = Plan.from_toml('[levers]\nchannels_last = true\nthreads = 1\nloader = {workers = 2}\n[levers.malloc]\nvalue = "tcmalloc"\n')
     assert [(c.name, c.value, c.origin) for c in plan] == [
         ("channels_last", True, Origin.FILE), ("threads", 1, Origin.FILE), ("loader", {"workers": 2}, Origin.FILE), ("malloc", "tcmalloc", Origin.FILE)]
@@ -87,7 +87,7 @@ def test_an_empty_file_is_an_empty_plan():
     ids=range(21),
 )
 def test_broken_and_hostile_toml(text, says):
-    """Each ends in a PlanError with the file's name, whatever is in the file."""
+    """Each ends in a PlanError with the file's name, whatever the file contains."""
     with pytest.raises(PlanError) as caught:
         Plan.from_toml(text, "flatout.toml")
     assert "flatout.toml" in str(caught.value)
@@ -122,7 +122,7 @@ def test_any_toml_below_levers_is_a_plan_or_a_plan_error(levers):
     assert plan is None or {c.name for c in plan} == set(levers)
 
 
-def test_a_lever_stands_there_once():
+def test_a_lever_appears_once():
     with pytest.raises(PlanError, match="tf32 twice"):
         Plan((Choice("tf32", True), Choice("tf32", False)))
 
@@ -161,7 +161,7 @@ def test_digest_sees_every_name_and_value(a, b):
 
 
 def test_digest_is_stable():
-    """Stored in sessions and folders: it must be the same in every process and version."""
+    """The digest is stored in sessions and folders, so it must be the same in every process and version."""
     plan = Plan((Choice("malloc", "tcmalloc"), Choice("threads", 1)))
     assert plan.digest == Plan((Choice("threads", 1), Choice("malloc", "tcmalloc"))).digest
     assert plan.digest == "976fd17dbb48"
@@ -172,7 +172,7 @@ def test_digest_is_stable():
 
 
 @given(plans)
-def test_nothing_turns_a_plan_into_itself(plan):
+def test_no_change_turns_a_plan_into_itself(plan):
     assert diff(plan, plan) == []
 
 
@@ -183,7 +183,7 @@ def test_diff_is_empty_exactly_where_the_digests_agree(a, b):
 
 @given(plans, plans)
 def test_diff_backwards(a, b):
-    """Each lever has one line either way, and + and - change places."""
+    """Each lever has one line in both directions, and + and - are swapped."""
     forth, back = diff(a, b), diff(b, a)
     assert sorted(line[0].translate(str.maketrans("+-", "-+")) for line in forth) == sorted(line[0] for line in back)
 

@@ -1,4 +1,4 @@
-"""What findings promise, which levers that puts first, and what came of it."""
+"""The predictions of findings, the order of levers that follows from them, and their outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVERS_TRIED = [LeverRecord("loader", {"workers": 1}, "rejected", 1.2, 1.1, 1.3,
                 LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 8), LeverRecord("resident_data", True, "skipped")]
 
 
-def test_findings_name_levers_in_the_order_of_their_promise():
+def test_findings_name_levers_in_the_order_of_predicted_gain():
     time = Severity.TIME.value
     findings = [Finding("FL1", "small", time, "", levers=["gc_pause"], predicted=Ratio(1.1, 1.05, 1.2, 9)),
                 Finding("FL2", "large", time, "", levers=["loader", "cached_prefix", "nobody_knows"], predicted=Ratio(2.0, 1.8, 2.2, 9)),
@@ -23,22 +23,22 @@ def test_findings_name_levers_in_the_order_of_their_promise():
     assert levers_first(findings, [lever.name for lever in LEVERS]) == ["loader", "cached_prefix", "gc_pause", "compile"]
 
 
-def test_the_lever_that_brought_most_stands_beside_the_prediction():
+def test_the_lever_with_the_largest_gain_is_compared_with_the_prediction():
     (found,) = predictions([SLOW, Finding("FL250", "leak", TIME, "")], LEVERS_TRIED)
     assert (found.rule, found.lever, found.predicted.median) == ("FL150", "cached_prefix", 2.0)
     assert found.measured == Ratio(1.9, 1.7, 2.1, 8)
 
 
-def test_a_prediction_that_nobody_tried_has_no_outcome():
+def test_an_untried_prediction_has_no_outcome():
     (found,) = predictions([SLOW], LEVERS_TRIED[2:])
     assert (found.lever, found.measured) == ("", None)
     assert with_measured([SLOW], LEVERS_TRIED[2:]) == [SLOW]
 
 
-def test_findings_learn_what_came_of_them():
+def test_findings_get_their_outcome():
     (after,) = with_measured([SLOW], LEVERS_TRIED)
     assert after.measured == Ratio(1.9, 1.7, 2.1, 8)
-    assert SLOW.measured is None, "the finding that was given stays what it was"
+    assert SLOW.measured is None, "the original finding stays unchanged"
 
 
 def test_predictions_survive_the_file_of_the_session():

@@ -1,4 +1,4 @@
-"""Records: JSON both ways, forgiving of what a newer flatout has written."""
+"""Records: JSON both ways, tolerant of the fields of a newer flatout."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Lever
-from flatout.plan.records import Contest, GuardCheck, GuardRecord, LeverRecord, PhaseTime, Ratio, SessionRecord, Side, TrialRecord
-from flatout.plan.words import Effect, Moment
+from flatout.plan.records import ComparisonRecord, GuardCheck, GuardRecord, LeverRecord, PhaseTime, ProgramFigures, Ratio, SessionRecord, TrialRecord
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 ratios = st.builds(Ratio, finite, finite, finite, st.integers(0, 99))
 levers = st.builds(LeverRecord, st.text(), st.one_of(st.booleans(), st.integers(), st.dictionaries(st.text(), st.integers(), max_size=2)), st.text(),
                    st.none() | finite, st.none() | finite, st.none() | finite, st.integers(0, 9), st.text())
 guards = st.builds(GuardRecord, st.text(), st.text(), st.lists(st.builds(GuardCheck, st.text(), st.booleans(), st.text(), st.none() | finite), max_size=2))
-contests = st.builds(Contest, st.text(), st.text(), st.text(), st.none() | finite, st.none() | finite, st.none() | finite, st.integers())
+comparisons = st.builds(ComparisonRecord, st.text(), st.text(), st.text(), st.none() | finite, st.none() | finite, st.none() | finite, st.integers())
 sessions = st.builds(SessionRecord, st.lists(st.text()), st.text(), st.dictionaries(st.text(), st.text(), max_size=2), speedup=st.none() | ratios,
-                     noise_floor=st.none() | ratios, guard=guards, levers=st.lists(levers, max_size=2), contests=st.lists(contests, max_size=2),
-                     baseline=st.builds(Side, step_ms=st.none() | finite), payback_steps=st.none() | st.integers(0))
+                     noise_floor=st.none() | ratios, guard=guards, levers=st.lists(levers, max_size=2), comparisons=st.lists(comparisons, max_size=2),
+                     baseline=st.builds(ProgramFigures, step_ms=st.none() | finite), payback_steps=st.none() | st.integers(0))
 
 
 @given(sessions)
@@ -32,7 +32,7 @@ def test_session_through_a_file(session):
 @given(sessions)
 def test_unknown_keys_are_ignored_everywhere(session):
     data = json.loads(json.dumps(session.to_json()))
-    for place in (data, data["guard"], data["baseline"], *data["levers"], *data["contests"]):
+    for place in (data, data["guard"], data["baseline"], *data["levers"], *data["comparisons"]):
         place["of a newer flatout"] = {"x": [1]}
     assert SessionRecord.from_json(data) == session
 
@@ -50,7 +50,7 @@ def test_facts_through_a_file():
     assert not Facts().cuda
 
 
-def test_effects_are_ordered_from_nothing_to_the_maths():
+def test_effects_are_ordered_from_exact_to_changed_maths():
     assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == ["exact", "rounding", "precision", "resampled", "changes_math"]
     assert [m.value for m in Moment] == ["process", "import", "loader", "model", "optimizer", "step"]
 

@@ -1,10 +1,12 @@
-"""Control groups of both versions, from texts as the kernel writes them: the narrowest limit of all groups above this process holds."""
+"""Control groups of both versions, from texts as the kernel writes them: the tightest limit of all groups
+above this process applies.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from flatout.probe.cgroup import Group, group
+from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import mount_of, mounts, numbers
 
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
@@ -19,21 +21,21 @@ ON_V1 = {"/proc/self/mountinfo": V1, "/proc/self/cgroup": "9:name=systemd:/\n4:m
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        (ON_V2, Group(2)),
+        (ON_V2, CgroupLimits(2)),
         ({**ON_V2, "/sys/fs/cgroup/a/b/cpu.max": "max 100000", "/sys/fs/cgroup/a/cpu.max": "150000 100000"},
-         Group(2, 1.5, where=("/sys/fs/cgroup/a/cpu.max",))),
+         CgroupLimits(2, 1.5, where=("/sys/fs/cgroup/a/cpu.max",))),
         ({**ON_V2, "/sys/fs/cgroup/a/b/cpu.max": "800000 100000", "/sys/fs/cgroup/a/cpu.max": "150000 100000"},
-         Group(2, 1.5, where=("/sys/fs/cgroup/a/b/cpu.max", "/sys/fs/cgroup/a/cpu.max"))),
+         CgroupLimits(2, 1.5, where=("/sys/fs/cgroup/a/b/cpu.max", "/sys/fs/cgroup/a/cpu.max"))),
         ({**ON_V2, "/sys/fs/cgroup/a/b/memory.max": "1000", "/sys/fs/cgroup/a/b/memory.current": "10", "/sys/fs/cgroup/a/memory.high": "900"},
-         Group(2, None, 900, 10, where=("/sys/fs/cgroup/a/b/memory.max", "/sys/fs/cgroup/a/memory.high"))),
-        (ON_V1, Group(1)),
+         CgroupLimits(2, None, 900, 10, where=("/sys/fs/cgroup/a/b/memory.max", "/sys/fs/cgroup/a/memory.high"))),
+        (ON_V1, CgroupLimits(1)),
         ({**ON_V1, "/sys/fs/cgroup/memory/job/7/memory.limit_in_bytes": "9223372036854771712", "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "2147483648",
-          "/sys/fs/cgroup/memory/job/7/memory.usage_in_bytes": "5"}, Group(1, None, 2**31, 5, where=("/sys/fs/cgroup/memory/job/memory.limit_in_bytes",))),
-        ({**ON_V1, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, Group(1)),
+          "/sys/fs/cgroup/memory/job/7/memory.usage_in_bytes": "5"}, CgroupLimits(1, None, 2**31, 5, where=("/sys/fs/cgroup/memory/job/memory.limit_in_bytes",))),
+        ({**ON_V1, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, CgroupLimits(1)),
         ({**ON_V1, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-         Group(1, 0.5, where=("/sys/fs/cgroup/cpu/cpu.cfs_quota_us",))),
-        ({}, Group(0)),
-        ({"/proc/self/mountinfo": "garbage\n" * 3, "/proc/self/cgroup": "x"}, Group(0)),
+         CgroupLimits(1, 0.5, where=("/sys/fs/cgroup/cpu/cpu.cfs_quota_us",))),
+        ({}, CgroupLimits(0)),
+        ({"/proc/self/mountinfo": "garbage\n" * 3, "/proc/self/cgroup": "x"}, CgroupLimits(0)),
     ],
 )
 def test_the_narrowest_limit_holds(files, found):
@@ -43,12 +45,12 @@ def test_the_narrowest_limit_holds(files, found):
 @pytest.mark.parametrize(("files", "folder", "current", "line"), [
     (ON_V2, "/sys/fs/cgroup/a/b", "memory.current", "inactive_file"), (ON_V1, "/sys/fs/cgroup/memory/job/7", "memory.usage_in_bytes", "total_inactive_file")])
 def test_page_cache_is_not_in_use(files, folder, current, line):
-    """A container that has read its data once is not full."""
+    """A container that has only read its data is not full."""
     assert group({**files, f"{folder}/{current}": "1000", f"{folder}/memory.stat": f"anon 90\n{line} 900\nslab 10\n"}.get).used_bytes == 100
 
 
 def test_only_the_own_group_is_mounted():
-    """A container of version 1: the path is the host's, the mount point is the group."""
+    """A container under cgroups v1: the path is the host's, and the mount point is the group."""
     files = {"/proc/self/cgroup": "4:memory:/docker/ab\n", "/proc/self/mountinfo": "1 2 0:33 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n",
              "/sys/fs/cgroup/memory/memory.limit_in_bytes": "1024"}
     assert group(files.get).memory_bytes == 1024

@@ -1,4 +1,6 @@
-"""The order of what happens: arms of an if, loops, blocks, functions that are entered, and who can happen together."""
+"""The order of events: branches of an if, loops, blocks, entered functions, and which events can happen
+together.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ import ast
 
 import pytest
 
-from flatout.probe.flow import Event, implies, loops_over, together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, implies, loops_over, together
 
 BEGIN = "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-def events(code: str) -> dict[str, Event]:
+def events(code: str) -> dict[str, ProgramEvent]:
     """The calls of one-letter functions, by name."""
-    found = Program.of_text(code).events
+    found = ScriptProgram.of_text(code).events
     return {event.node.func.id: event for event in found if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)}
 
 
@@ -35,7 +37,7 @@ def test_a_main_guard_is_no_condition():
 
 def test_arguments_come_before_their_call_and_functions_are_entered_where_they_are_called():
     code = "def f():\n    inside()\ndef unused():\n    later()\nfirst(second(), [third() for _ in range(3)])\nf()\nlast()\n"
-    names = [event.node.func.id for event in Program.of_text(code).events if isinstance(event.node, ast.Call)]
+    names = [event.node.func.id for event in ScriptProgram.of_text(code).events if isinstance(event.node, ast.Call)]
     assert names == ["second", "range", "third", "first", "inside", "f", "last", "later"]
     assert [type(loop.node).__name__ for loop in events(code)["third"].loops] == ["ListComp"]
 
@@ -48,7 +50,7 @@ def test_an_event_knows_the_blocks_and_decorators_around_it_through_calls():
 
 def test_an_instance_is_made_and_its_methods_are_entered():
     code = "class T:\n    def __init__(self):\n        a()\n    def run(self):\n        b()\nclass U(T):\n    pass\nt = U()\nt.run()\n"
-    names = [event.node.func.id for event in Program.of_text(code).events if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)]
+    names = [event.node.func.id for event in ScriptProgram.of_text(code).events if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)]
     assert names == ["a", "U", "b"]
 
 
@@ -76,18 +78,18 @@ def test_an_instance_is_made_and_its_methods_are_entered():
     ],
 )
 def test_what_a_line_does(line, kind):
-    assert Program.of_text(f"{BEGIN}loss = model(torch.zeros(1, 4)).sum()\n{line}\n").events[-1].kind == kind
+    assert ScriptProgram.of_text(f"{BEGIN}loss = model(torch.zeros(1, 4)).sum()\n{line}\n").events[-1].kind == kind
 
 
 def test_a_closure_runs_before_its_step():
     code = f"{BEGIN}def closure():\n    model(torch.zeros(1, 4)).sum().backward()\nfor i in range(3):\n    optimizer.step(closure)\n"
-    (loop,) = Program.of_text(code).step_loops
+    (loop,) = ScriptProgram.of_text(code).step_loops
     assert [event.kind for event in loop.events if event.kind != "call"] == ["backward", "step"]
 
 
 def test_a_loop_over_optimizers_is_not_the_training_loop():
     code = f"{BEGIN}for i in range(3):\n    model(torch.zeros(1, 4)).sum().backward()\n    for o in [optimizer]:\n        optimizer.step()\n"
-    (loop,) = Program.of_text(code).step_loops
+    (loop,) = ScriptProgram.of_text(code).step_loops
     assert loop.loop.node.lineno == 4
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from flatout.probe.program import Program
-from flatout.probe.script import MAX_BYTES, Source, Unreadable
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import MAX_BYTES, SourceFile, Unreadable
 
 
-def named(source: Source, text: str) -> ast.AST:
+def named(source: SourceFile, text: str) -> ast.AST:
     """The last expression that is spelled so."""
     return max((node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text), key=lambda node: (node.lineno, node.col_offset))
 
 
 def kinds(code: str, text: str) -> set[str]:
-    program = Program.of_text(code)
+    program = ScriptProgram.of_text(code)
     return set(program.values.kinds(program.main, named(program.main, text)))
 
 
@@ -35,7 +35,7 @@ def kinds(code: str, text: str) -> set[str]:
     ],
 )
 def test_names_are_followed_to_what_was_imported(imports, spelled, meant):
-    source = Source("a.py", f"{imports}\nprint({spelled})\n")
+    source = SourceFile("a.py", f"{imports}\nprint({spelled})\n")
     assert source.dotted(named(source, spelled)) == meant
 
 
@@ -73,11 +73,11 @@ def test_the_other_arm_of_an_if_is_not_seen():
 
 
 def test_a_parameter_is_what_its_callers_hand_over():
-    program = Program.of_text("import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n")
+    program = ScriptProgram.of_text("import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n")
     source = program.main
     origins = {text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))] for text in ("o", "p")}
     assert origins == {"o": ["torch.optim.Adam([])"], "p": ["3"]}
-    lonely = Program.of_text("def f(o):\n    o\n")
+    lonely = ScriptProgram.of_text("def f(o):\n    o\n")
     assert [type(origin.node) for origin in lonely.origins(lonely.main, named(lonely.main, "o"))] == [ast.arg]
 
 
@@ -85,7 +85,7 @@ def test_modules_that_import_each_other_are_read_once(tmp_path: Path):
     (tmp_path / "train.py").write_text("import a\n")
     (tmp_path / "a.py").write_text("import b, train\n")
     (tmp_path / "b.py").write_text("import a\n")
-    assert sorted(Path(source.path).name for source in Program.read(tmp_path / "train.py").sources) == ["a.py", "b.py", "train.py"]
+    assert sorted(Path(source.path).name for source in ScriptProgram.read(tmp_path / "train.py").sources) == ["a.py", "b.py", "train.py"]
 
 
 def test_what_is_made_from_itself_ends():
@@ -112,7 +112,7 @@ for e in range(3):
 
 
 def test_a_training_loop_is_found_through_functions():
-    (loop,) = Program.of_text(LOOP).step_loops
+    (loop,) = ScriptProgram.of_text(LOOP).step_loops
     assert (loop.loop.node.lineno, [outer.node.lineno for outer in loop.outer]) == (11, [14])
     assert [event.kind for event in loop.events if event.kind not in ("call", "assign")] == ["zero_grad", "backward", "step"]
     step = loop.of("step")[0]
@@ -122,7 +122,7 @@ def test_a_training_loop_is_found_through_functions():
 
 
 def test_functions_that_call_each_other_end():
-    program = Program.of_text("def a():\n    b()\ndef b():\n    a()\nfor i in range(3):\n    a()\n")
+    program = ScriptProgram.of_text("def a():\n    b()\ndef b():\n    a()\nfor i in range(3):\n    a()\n")
     assert len(program.events) < 50
 
 
@@ -134,7 +134,7 @@ def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path
     (tmp_path / "parts" / "loop.py").write_text("from . import net\ndef run(model):\n    return model\n")
     (tmp_path / "os.py").write_text("raise SystemExit\n")
     (tmp_path / "unused.py").write_text("")
-    program = Program.read(tmp_path / "train.py")
+    program = ScriptProgram.read(tmp_path / "train.py")
     assert {Path(source.path).name for source in program.sources} == {"train.py", "__init__.py", "net.py", "loop.py", "os.py"}
     loop = program.modules["parts.loop"]
     model = next(node for node in loop.nodes if isinstance(node, ast.Name) and node.id == "model")
@@ -144,7 +144,7 @@ def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path
 def test_a_broken_module_is_told_and_the_rest_is_read(tmp_path: Path):
     (tmp_path / "train.py").write_text("import broken\n")
     (tmp_path / "broken.py").write_text("def (:\n")
-    program = Program.read(tmp_path / "train.py")
+    program = ScriptProgram.read(tmp_path / "train.py")
     assert len(program.sources) == 1
     assert "broken.py:1" in program.unread[0]
 
@@ -165,11 +165,11 @@ def test_what_is_no_script_is_said_in_words(tmp_path: Path, content: bytes, word
     file = tmp_path / "train.py"
     file.write_bytes(content)
     with pytest.raises(Unreadable, match=words):
-        Source.read(file)
+        SourceFile.read(file)
 
 
 def test_long_scripts_of_many_terms_are_read():
-    assert Source("a.py", "x = " + " + ".join(["1"] * 150) + "\n").lines
+    assert SourceFile("a.py", "x = " + " + ".join(["1"] * 150) + "\n").lines
 
 
 def test_a_notebook_names_its_cells(tmp_path: Path):
@@ -177,9 +177,9 @@ def test_a_notebook_names_its_cells(tmp_path: Path):
              {"cell_type": "code", "source": "\ntorch.load('a.pt')\n"}, {"cell_type": "code", "source": ["%%bash\n", "rm -r ("]}]
     file = tmp_path / "a.ipynb"
     file.write_text(json.dumps({"cells": cells}))
-    source = Source.read(file)
+    source = SourceFile.read(file)
     place = source.place(next(node for node in source.calls if source.dotted(node.func) == "torch.load"))
     assert (place.file, place.line) == (f"{file}[3]", 2)
     file.write_text('{"cells": 3}')
     with pytest.raises(Unreadable, match="not a readable notebook"):
-        Source.read(file)
+        SourceFile.read(file)

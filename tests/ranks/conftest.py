@@ -1,4 +1,4 @@
-"""Programs of this folder as two ranks."""
+"""Runs programs of this folder as two ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 @pytest.fixture(scope="session")
 def as_two_ranks(tmp_path_factory) -> Callable[[Path], list[dict[str, Any]]]:
-    """What each rank of a program writes, which is given a folder: ``<rank>.json`` in it."""
+    """The output of each rank of a program, which gets a folder and writes ``<rank>.json`` into it."""
 
     def run(program: Path) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(program.stem)
-        words = [sys.executable, "-m", "flatout.launch.gang", "--procs", "2", "--", sys.executable, str(program), str(folder)]
+        words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", "2", "--", sys.executable, str(program), str(folder)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.comm_compression import LEVER as compression
 from flatout.levers.ddp_flags import LEVER as flags
 from flatout.plan.facts import Facts
@@ -32,7 +32,7 @@ ON, OFF, END = 2, 9, 12  # steps
 
 
 class Net(nn.Module):
-    """``mask`` is a buffer that stays as it is; ``unused`` gets no gradient, ``aside`` in some steps only."""
+    """``mask`` is a constant buffer; ``unused`` gets no gradient, ``aside`` gets one in some steps only."""
 
     def __init__(self, *, norm=False, recompute=False):
         super().__init__()
@@ -49,12 +49,12 @@ class Net(nn.Module):
 
 
 class Program:
-    """Trains on batches that differ from rank to rank. ``script`` may do something of its own in each step."""
+    """Trains on batches that differ from rank to rank. ``script`` may add its own work to each step."""
 
     def __init__(self, *, to_none=True, passes=1, aside=lambda step: False, script=None, unused=True, static=False, views=False, rate=0.1, **net):
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
-        self.scene.install()
+        self.context = TrainingContext(torch, Listener(), self.ledger)
+        self.context.install()
         self.source = torch.Generator().manual_seed(torch.distributed.get_rank())
         torch.manual_seed(0)
         made = Net(**net)
@@ -84,7 +84,7 @@ class Program:
         return torch.cat([p.grad.reshape(-1) for p in self.model.parameters() if p.grad is not None])
 
     def leave(self):
-        self.scene.rest()
+        self.context.rest()
         self.ledger.restore()
 
 
@@ -93,17 +93,17 @@ def digest(tensors):
 
 
 def lived(lever=None, value=None, **program):
-    """What became of a program that has trained: its lever is on from step ON to step OFF."""
+    """The results of a program that has trained with its lever on from step ON to step OFF."""
     torch_s_own = DistributedDataParallel._pre_forward, DistributedDataParallel.register_comm_hook, torch.Tensor.detach_
     live, undo = Program(**program), None
     for step in range(END):
         if step == ON and lever is not None:
-            undo = lever.apply(live.scene, value, Ledger())
+            undo = lever.apply(live.context, value, Ledger())
         if step == OFF and undo is not None:
             undo()
         live.step()
     patches = DistributedDataParallel._pre_forward, DistributedDataParallel.register_comm_hook, torch.Tensor.detach_
-    found = {"digests": live.digests, "held": live.held, "reports": live.scene.reports, "left": patches == torch_s_own,
+    found = {"digests": live.digests, "held": live.held, "reports": live.context.reports, "left": patches == torch_s_own,
              "gradients are views": any(p.grad is not None and p.grad._is_view() for p in live.model.parameters()),
              "flags": [live.model.gradient_as_bucket_view, live.model.static_graph, live.model.broadcast_buffers]}
     live.leave()
@@ -113,7 +113,7 @@ def lived(lever=None, value=None, **program):
 def offered(lever, **program):
     live = Program(**program)
     live.step()
-    answer = lever.applies(Facts(), live.scene)
+    answer = lever.applies(Facts(), live.context)
     live.leave()
     return [list(answer.values), answer.effect] if isinstance(answer, Options) else answer.reason
 
@@ -122,7 +122,7 @@ def offered(lever, **program):
 
 
 def keeps(live):
-    """The gradients of this step, for the next one."""
+    """Keeps the gradients of this step for the next one."""
     before, live.kept = getattr(live, "kept", None), [p.grad for p in live.model.parameters() if p.grad is not None]
     if before is not None:
         for p, old in zip((p for p in live.model.parameters() if p.grad is not None), before, strict=True):
@@ -130,7 +130,7 @@ def keeps(live):
 
 
 def holds_on_one_rank(live):
-    """The gradients of this step until the next one has computed its own; nobody looks at them."""
+    """Keeps the gradients of this step until the next one has computed its own; nothing reads them."""
     live.kept = [p.grad for p in live.model.parameters()] if torch.distributed.get_rank() else None
 
 
@@ -146,7 +146,7 @@ def replaces(live):
 
 
 def moves_a_mask(live):
-    """A buffer is changed now and then, on one rank or the other, as it lies or by another tensor."""
+    """Changes a buffer now and then, on one rank or the other, in place or by replacing the tensor."""
     rank, module = torch.distributed.get_rank(), live.model.module
     if live.steps in (3, 6) and rank == live.steps // 3 - 1:
         module.mask[live.steps] = 0.5
@@ -172,25 +172,25 @@ def case_keeps():
 
 def case_static():
     changing = {"aside": lambda step: step in (1, 4)}
-    told = []
-    for asked, script in ((STATIC, {}), (VIEWS, {"static": True})):  # a graph that becomes static, and one that the script has said is
+    info = []
+    for asked, script in ((STATIC, {}), (VIEWS, {"static": True})):  # a graph that becomes static, and one that the script declared static
         sends = Program(**script)
         sends.step()
-        flags.apply(sends.scene, asked, Ledger())
-        compression.apply(sends.scene, "bf16", Ledger())
+        flags.apply(sends.context, asked, Ledger())
+        compression.apply(sends.context, "bf16", Ledger())
         for _ in range(8):
             sends.step()
-        told.append([sends.model._get_ddp_logging_data()["comm_hook"], sends.model.static_graph, digest(sends.model.module.state_dict().values())])
+        info.append([sends.model._get_ddp_logging_data()["comm_hook"], sends.model.static_graph, digest(sends.model.module.state_dict().values())])
         sends.leave()
     never = Program(unused=False)
     never.step()
     try:
-        flags.apply(never.scene, STATIC, Ledger())
+        flags.apply(never.context, STATIC, Ledger())
         said = ""
     except LookupError as error:
         said = str(error)
     never.leave()
-    return {"plain": lived(), "static": lived(flags, STATIC), "and bf16": told, "and views": lived(flags, {**STATIC, **VIEWS}), "needless": said,
+    return {"plain": lived(), "static": lived(flags, STATIC), "and bf16": info, "and views": lived(flags, {**STATIC, **VIEWS}), "needless": said,
             "checkpointing": [lived(recompute=True), lived(flags, STATIC, recompute=True)], "accumulated": [lived(passes=2), lived(flags, STATIC, passes=2)],
             "changing": [lived(**changing), lived(flags, STATIC, **changing)]}
 
@@ -209,7 +209,7 @@ def case_buffers():
             for value in (None, QUIET):
                 sent.clear()
                 life = lived(*((flags, value) if value else ()), **program)
-                found[f"{name}{' quiet' if value else ''}"] = {**life, "sent": len(sent) - 1}  # without that of a module that is made
+                found[f"{name}{' quiet' if value else ''}"] = {**life, "sent": len(sent) - 1}  # without the buffer of a module that is created
     finally:
         torch.distributed._broadcast_coalesced = really
     return found
@@ -234,13 +234,13 @@ def case_offered():
         live = Program()
         prepared(live)
         live.step()
-        found[name] = [lever.applies(Facts(), live.scene).reason for lever in (flags, compression)]
+        found[name] = [lever.applies(Facts(), live.context).reason for lever in (flags, compression)]
         live.leave()
     return found
 
 
 def case_compression():
-    """The same batch in each step, and no update: each pass has the same gradient."""
+    """The same batch in each step and no update, so each pass has the same gradient."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(5 + torch.distributed.get_rank()))
     found = {}
     for name, values in (("bf16", "bf16"), ("fp16", "fp16"), ("powersgd", {"kind": "powersgd", "rank": 1, "after": 1}), ("bad", None)):
@@ -249,31 +249,33 @@ def case_compression():
         for step in range(10):
             if step == 3:
                 ledger = Ledger()
-                undo = compression.apply(live.scene, values, ledger) if values else compression.known_bad(live.scene, "bf16", ledger)
+                undo = compression.apply(live.context, values, ledger) if values else compression.known_bad(live.context, "bf16", ledger)
             if step == 7:
                 undo()
             live.step(x)
             gradients.append(live.gradient().tolist())
-        found[name] = {"gradients": gradients, "reports": live.scene.reports, "buckets": len(live.model.reducer._get_zeros_like_grad_buckets())}
+        found[name] = {"gradients": gradients, "reports": live.context.reports, "buckets": len(live.model.reducer._get_zeros_like_grad_buckets())}
         live.leave()
     return found
 
 
 def case_both():
-    """Levers that are switched one beside the other, in the order in which a search does it; and a script that registers a hook of its own later."""
+    """Levers that are switched on together, in the order that a search uses, and a script that later
+    registers its own hook.
+    """
     live = Program()
     ways, on = [], []
     for step in range(24):
         if step == 2:
-            on.append(flags.apply(live.scene, VIEWS, Ledger()))
+            on.append(flags.apply(live.context, VIEWS, Ledger()))
         if step == 7:
-            on.append(compression.apply(live.scene, "bf16", Ledger()))
+            on.append(compression.apply(live.context, "bf16", Ledger()))
         if step == 10:
             on.pop()()
         if step == 13:
             on.pop()()
         if step == 15:
-            on.append(compression.apply(live.scene, "bf16", Ledger()))
+            on.append(compression.apply(live.context, "bf16", Ledger()))
         if step == 18:
             live.model.register_comm_hook(None, default_hooks.allreduce_hook)
         if step == 21:
@@ -281,7 +283,7 @@ def case_both():
         live.step()
         ways.append(live.model._get_ddp_logging_data().get("comm_hook", ""))
     found = {"hooks": ways, "views": [each["views"] for each in live.held], "same weights": digest(live.model.module.state_dict().values()),
-             "later": flags.applies(Facts(), live.scene).reason}
+             "later": flags.applies(Facts(), live.context).reason}
     live.leave()
     return found
 
@@ -290,8 +292,8 @@ def case_copies():
     """A module that is saved or copied under the levers is that of the script."""
     live = Program()
     live.step()
-    flags.apply(live.scene, VIEWS, Ledger())
-    compression.apply(live.scene, "fp16", Ledger())
+    flags.apply(live.context, VIEWS, Ledger())
+    compression.apply(live.context, "fp16", Ledger())
     for _ in range(7):
         live.step()
     held = io.BytesIO()
@@ -309,15 +311,15 @@ def case_bad():
 
 
 def case_three():
-    """The order in which three ranks are added up shows in the last bits."""
+    """The order in which three ranks are summed shows in the last bits."""
     kept = {"to_none": False}
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(5 + torch.distributed.get_rank()))
     again = []
-    for unused, on, off in ((True, 2, 4), (False, 3, 5), (False, 1, 2)):  # from the first backward pass torch learns which buckets to make, for the second
+    for unused, on, off in ((True, 2, 4), (False, 3, 5), (False, 1, 2)):  # from the first backward pass torch learns the buckets for the second
         live, gradients = Program(rate=0.0, unused=unused), []
         for step in range(7):
             if step == on:
-                undo = compression.apply(live.scene, "bf16", Ledger())
+                undo = compression.apply(live.context, "bf16", Ledger())
             if step == off:
                 undo()
             live.step(x)

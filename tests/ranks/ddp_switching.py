@@ -21,7 +21,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 folder, device = Path(sys.argv[1]).resolve(), sys.argv[2]
 for name in ("trial", "work"):
     (folder / name).mkdir()
-os.chdir(folder / "work")  # what a program writes beneath the folder it is started in is kept aside
+os.chdir(folder / "work")  # what a program writes below its working folder goes to the file sandbox
 found, skipped = {}, []
 command = understand([sys.executable, *TORCHRUN, str(Path(__file__).with_name("ddp_training.py").resolve()), str(folder), "-1", device])
 with Trial(command, TrialFolder(folder / "trial"), Plan(), Facts()) as trial:
@@ -38,5 +38,5 @@ with Trial(command, TrialFolder(folder / "trial"), Plan(), Facts()) as trial:
     record = trial.finish()
 found["status"], found["first loss"] = record.status, record.losses[0]
 found["first losses"] = [(folder / f"first.{rank}").read_text() for rank in (0, 1)]
-found["skipped"], found["told"] = skipped, [(folder / f"seen.{rank}").read_text().split() for rank in (0, 1)]
+found["skipped"], found["info"] = skipped, [(folder / f"seen.{rank}").read_text().split() for rank in (0, 1)]
 print(json.dumps(found))

@@ -45,4 +45,4 @@ while steps:
     optimizer.step()
     weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
     os.write(seen, f"{hashlib.sha256(weights).hexdigest()[:12]} ".encode())
-os._exit(0)  # gloo may end a process that leaves by itself
+os._exit(0)  # gloo may end a process that exits by itself

@@ -14,11 +14,11 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.local_sgd import LEVER
-from flatout.plan.standing import standing
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.plan.rank_environment import standing
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 from flatout.ranks.shares import share
 from flatout.ranks.wire import BF16
 
@@ -47,13 +47,13 @@ def vector(parameters):
 class Program:
     def __init__(self, value=None, length=LENGTH, **options):
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
-        self.divided = Divided(torch, self.scene, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), Division(), self.ledger)
+        self.context = TrainingContext(torch, Listener(), self.ledger)
+        self.divided = DataParallelScript(torch, self.context, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), SplitSettings(), self.ledger)
         self.divided.install()
-        self.ledger.set(self.scene, "divided", self.divided)
+        self.ledger.set(self.context, "divided", self.divided)
         if value is not None:
-            LEVER.apply(self.scene, value, self.ledger)
-        self.scene.install()
+            LEVER.apply(self.context, value, self.ledger)
+        self.context.install()
         self.model, self.optimizers = made(**options)
         self.loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(length)), batch_size=BATCH)
         self.weights = []
@@ -79,12 +79,16 @@ class Program:
 
 
 def every_step():
-    """Rounds of one step, a plain mean and plain SGD, beside the exchange of gradients; with one optimizer and with two."""
+    """Rounds of one step with a plain mean and plain SGD, compared with the exchange of gradients; with one
+    optimizer and with two.
+    """
     return {f"{two}": [Program(two=two).train(4).leave(), Program({"every": 1}, two=two).train(4).leave()] for two in (False, True)}
 
 
 def written_out(every, rate, momentum, overlap, steps, length):
-    """Both ranks by hand, in one process: the weights of each after every step, and what both share at the end."""
+    """Both ranks computed in one process without flatout: the weights of each after every step, and the
+    shared ones at the end.
+    """
     x, y = data(length)
     ranks = [made(momentum=0.9) for _ in (0, 1)]
     shared = vector(ranks[0][0].parameters())
@@ -171,7 +175,10 @@ def meetings():
 
 
 def meeting(overlap):
-    """Before each way to meet the ranks are apart, after it they are not; in the middle of a round, with something under way where they overlap."""
+    """Before each kind of rendezvous the ranks differ; after it they agree.
+
+    It happens in the middle of a round, with communication in flight where they overlap.
+    """
     found, warm = {}, []
     program = Program({"every": 4, "outer": "nesterov", "overlap": overlap, "warmup": 3}, length=48)
     program.train(1, after=lambda step: warm.append([program.divided.local.apart, alike(program.now())]))
@@ -187,7 +194,7 @@ def meeting(overlap):
     for name, meet in (("evaluation", evaluate), ("state_dict", program.model.state_dict), ("save", save),
                        ("load_state_dict", lambda: program.model.load_state_dict(weights))):
         program.train(1)
-        for x, y in program.loader:  # two steps more: a round has begun, and has not ended
+        for x, y in program.loader:  # two steps more: a round has started and has not ended
             program.optimizers[0].zero_grad()
             nn.functional.cross_entropy(program.model(x), y).backward()
             program.optimizers[0].step()
@@ -196,7 +203,7 @@ def meeting(overlap):
         apart = not alike(program.now())
         meet()
         found[name] = [apart, alike(program.now())]
-    program.optimizers[0].param_groups[0]["lr"] = 0.0  # what was put back is no progress, which the next meeting would carry further
+    program.optimizers[0].param_groups[0]["lr"] = 0.0  # restored weights are no progress, which the next rendezvous would carry further
     program.train(1)
     evaluate()
     found |= {"warm": warm, "put back": program.now() == vector(weights.values()).tolist()}
@@ -205,7 +212,9 @@ def meeting(overlap):
 
 
 def compressed():
-    """Progress travels as gradients would: in half the bytes, and all ranks hold the same after it."""
+    """Progress is sent compressed, as gradients are: in half the bytes, and all ranks hold the
+    same after it.
+    """
     found = {}
     for way in (None, BF16):
         program = Program({"every": 3}, length=36)
@@ -218,7 +227,7 @@ def compressed():
 
 
 def lost():
-    """Rank 1 does a step more than rank 0; then both save. Both are told, and by which step."""
+    """Rank 1 does one step more than rank 0, then both save. Both report it, with the step."""
     program = Program({"every": 100}, length=36)
     program.train(1 + PLACE.rank)
     try:
@@ -233,11 +242,11 @@ def lost():
 def refused():
     program = Program()
     said = []
-    for division in (Division(batches="whole"), Division(batchnorm="all")):
+    for division in (SplitSettings(batches="whole"), SplitSettings(batchnorm="all")):
         program.divided.division = division
-        said.append(LEVER.applies(None, program.scene).reason)
+        said.append(LEVER.applies(None, program.context).reason)
         try:
-            LEVER.apply(program.scene, {"every": 2}, Ledger())
+            LEVER.apply(program.context, {"every": 2}, Ledger())
         except LookupError as error:
             said.append(str(error))
     program.leave()

@@ -18,10 +18,10 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
-from flatout.plan.standing import Standing
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.capture.training_context import TrainingContext
+from flatout.plan.rank_environment import RankEnvironment
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 from flatout.ranks.sharding import Sharding
 from flatout.saved.blocks import repeated
 
@@ -38,14 +38,16 @@ class Block(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """In float32, whatever the rest is in."""
+    """Computes in float32, whatever the dtype of the rest."""
 
     def forward(self, x):
         return super().forward(x.float()).to(x.dtype)
 
 
 class Words(nn.Module):
-    """A tied embedding, equal blocks, a scalar, a head with fewer rows than there may be ranks, and a layer that nobody uses."""
+    """A tied embedding, equal blocks, a scalar, a head with fewer rows than there may be ranks, and an unused
+    layer.
+    """
 
     def __init__(self, case):
         super().__init__()
@@ -58,7 +60,7 @@ class Words(nn.Module):
         if case["frozen"]:
             self.blocks[0].requires_grad_(False)
         self.to(getattr(torch, case["dtype"]))
-        if case["other"]:  # another type beside the others
+        if case["other"]:  # a different dtype among the others
             self.blocks[1].norm = Norm(WIDTH)
 
     def encode(self, tokens):
@@ -109,7 +111,10 @@ def optimizers_of(model, case):
 
 
 def live_bytes():
-    """Of all tensors that are alive in this process, each memory counted once. A DTensor itself has none, what it holds has."""
+    """The bytes of all live tensors in this process, each memory counted once.
+
+    A DTensor itself has none; its local tensor has.
+    """
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     tensors += [each._local_tensor for each in tensors if type(each).__name__ == "DTensor"]
@@ -118,7 +123,7 @@ def live_bytes():
 
 
 def tensors_of(held):
-    """All that lie in a state, at any depth."""
+    """All tensors in a state, at any depth."""
     if isinstance(held, torch.Tensor):
         return [held]
     inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else []
@@ -194,7 +199,7 @@ def train(case, out):
 
 
 def weigh():
-    """What a rank holds after some steps: a model of blocks alone, so that all of it divides."""
+    """The bytes that a rank holds after some steps: a model of blocks only, so that all of it is sharded."""
     before = live_bytes()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)))
     everything = [*model.parameters()]
@@ -212,19 +217,19 @@ def weigh():
 
 
 def run(cases, out, procs, rank):
-    """The cases that so many ranks are asked for, as this rank of them; as the plain program, where there is one."""
+    """Run the cases for this number of ranks as this rank; with one, run the plain program."""
     torch.set_num_threads(1)
     for at, case in enumerate(cases):
         if procs not in case["procs"]:
             continue
         ledger = Ledger()
-        scene = Scene(torch, Listener(), ledger)
-        scene.install()
+        context = TrainingContext(torch, Listener(), ledger)
+        context.install()
         if procs > 1:
-            here = Standing(rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}")
-            scene.divided = divided = Divided(torch, scene, here, Division.read(case["division"]), ledger)
+            here = RankEnvironment(rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}")
+            context.divided = divided = DataParallelScript(torch, context, here, SplitSettings.read(case["division"]), ledger)
             divided.install()
-            divided.sharding = Sharding(torch, scene, here, "node", lambda module: repeated(torch, module), ledger)
+            divided.sharding = Sharding(torch, context, here, "node", lambda module: repeated(torch, module), ledger)
             divided.sharding.averages = not case.get("wrong")
         name = f"{at}.{procs}.{rank}"
         found = weigh() if case.get("weigh") else train(case, out / name)
@@ -233,7 +238,7 @@ def run(cases, out, procs, rank):
 
 
 def forked(cases, out, procs):
-    """The ranks are forked, since importing torch takes longer than all that they do."""
+    """Fork the ranks, since importing torch takes longer than all their work."""
     children = []
     for rank in range(procs):
         child = os.fork()
@@ -258,7 +263,7 @@ def forked(cases, out, procs):
 
 
 def read_back(cases, out):
-    """What one plain process makes of what two ranks have saved."""
+    """Read the checkpoint of two ranks in one plain process."""
     found = {}
     for at, case in enumerate(cases):
         if case.get("weigh") or case.get("wrong") or 2 not in case["procs"]:

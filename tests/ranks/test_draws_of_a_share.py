@@ -1,4 +1,6 @@
-"""The numbers that a rank draws for its share are those that one process draws for these samples, wherever in a tensor the samples are."""
+"""A rank uses the random numbers that one process uses for its samples, wherever in a tensor the
+samples are.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flatout.ranks.draws import drawn_for_the_whole  # noqa: E402
 from flatout.ranks.shares import share  # noqa: E402
 
 functional = torch.nn.functional
-# name -> (dimension of the samples, entries a sample there, what draws for n samples)
+# name -> (dimension of the samples, entries per sample there, the operation for n samples)
 DRAWS = {
     "noise": (0, 1, lambda n: torch.randn(n, 5)),
     "noise like a tensor": (0, 1, lambda n: torch.randn_like(torch.zeros(n, 19, 2))),
@@ -29,7 +31,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 @given(samples=st.integers(4, 13), world=st.integers(2, 3), seed=st.integers(0, 99))
-def test_a_share_meets_the_numbers_of_the_whole(name, samples, world, seed):
+def test_a_share_gets_the_random_numbers_of_the_whole(name, samples, world, seed):
     dim, each, draw = DRAWS[name]
     torch.manual_seed(seed)
     whole, after = draw(samples), torch.rand(3)
@@ -41,11 +43,14 @@ def test_a_share_meets_the_numbers_of_the_whole(name, samples, world, seed):
         with drawn_for_the_whole(torch, lambda part=part: part):
             mine = draw(part.size)
         assert torch.equal(mine, whole.narrow(dim, part.start * each, part.size * each))
-        assert torch.equal(torch.rand(3), after)  # the generator has come as far
+        assert torch.equal(torch.rand(3), after)  # the generator has advanced equally
 
 
 def test_the_gradient_of_an_attention_is_that_of_the_whole():
-    """It counts as an operator that draws, gives its normalisers beside its output, and its backward pass needs the share's."""
+    """Attention counts as an operator with random numbers.
+
+    It returns its normalisers with its output, and its backward pass needs those of the share.
+    """
     def gradients(q, k, v):
         q, k, v = (each.detach().clone().requires_grad_() for each in (q, k, v))
         functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
@@ -60,7 +65,7 @@ def test_the_gradient_of_an_attention_is_that_of_the_whole():
         assert all(torch.allclose(a, b[part.start:part.stop], atol=1e-6) for a, b in zip(mine, expected, strict=True))
 
 
-def test_what_belongs_to_no_sample_is_drawn_as_it_is():
+def test_random_tensors_without_a_sample_dimension_are_unchanged():
     part = share(8, 1, 2)
     torch.manual_seed(0)
     plain = [torch.randperm(9), torch.randn(3, 7), torch.rand(())]

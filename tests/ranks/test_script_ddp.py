@@ -1,4 +1,7 @@
-"""A script's own DistributedDataParallel under levers, as two ranks that torchrun starts, and as three. What ddp_cases.py wrote down is asked about here."""
+"""A script's own DistributedDataParallel under levers, as two ranks started by torchrun, and as three.
+
+These tests read the results of ddp_cases.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(sys.platform != "linu
 
 
 def as_ranks(folder, ranks, *words):
-    """What each rank writes."""
+    """The output of each rank."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=150, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -38,12 +41,14 @@ def three(tmp_path_factory):
 
 
 def apart(a, b):
-    """The length of a difference, over that of the second."""
+    """The length of the difference, relative to that of the second."""
     return (sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / sum(y * y for y in b)) ** 0.5
 
 
 def during(life, flag):
-    """Whether it held in each step from the end of what was looked at until the lever was off, and in no other."""
+    """Whether it held in each step from the end of the observation until the lever was off, and
+    in no other.
+    """
     held = [each[flag] for each in life["held"]]
     return held == [ON + OBSERVED <= step < OFF for step in range(END)]
 
@@ -60,8 +65,11 @@ def test_arguments_change_no_bit(two, name):
             assert (life["left"], life["flags"], life["gradients are views"]) == (True, [False, name == "static", True], False)
 
 
-def test_three_ranks_add_up_in_the_same_order(three):
-    """Buckets stay as they were. A gradient that lies in its bucket is divided by three, any other multiplied by a third: that is said."""
+def test_three_ranks_sum_in_the_same_order(three):
+    """Buckets stay the same.
+
+    A gradient in its bucket is divided by three, any other is multiplied by a third; a message says so.
+    """
     for rank in three:
         case = rank["three"]
         assert all(plain["digests"] == views["digests"] for plain, views in case["lives"])
@@ -75,11 +83,11 @@ def test_a_script_that_keeps_gradients_is_left_alone(two):
         life = rank["keeps"]["views"]
         assert life["digests"] == rank["keeps"]["plain"]["digests"]
         assert not any(each["views"] for each in life["held"])
-        assert not any(each["views"] for each in rank["keeps"]["one rank"]["held"])  # what one rank has seen holds for all
+        assert not any(each["views"] for each in rank["keeps"]["one rank"]["held"])  # the observation of one rank holds for all
         assert life["reports"] == rank["keeps"]["one rank"]["reports"] == [["ddp_flags", f"gradient_as_bucket_view is not used: {KEEPS}"]]
 
 
-def test_a_static_graph_is_seen_first(two):
+def test_a_static_graph_is_observed_first(two):
     for rank in two:
         case = rank["static"]
         for plain, life in ((case["plain"], case["static"]), (case["plain"], case["and views"]), case["checkpointing"], case["accumulated"]):
@@ -94,14 +102,14 @@ def test_a_static_graph_is_seen_first(two):
         assert [each[:2] for each in case["and bf16"]] == [["gradients sent by flatout", True]] * 2
 
 
-def test_buffers_travel_where_a_rank_has_changed_one(two):
+def test_buffers_are_sent_where_a_rank_has_changed_one(two):
     for rank in two:
         case = rank["buffers"]
         for name in ("still", "moves", "batch norm"):
             assert case[f"{name} quiet"]["digests"] == case[name]["digests"]
             assert case[f"{name} quiet"]["flags"] == [False, False, True]
         assert case["moves"]["digests"] != case["still"]["digests"]
-        always, under = END, OFF - ON  # once as the module is made is left out
+        always, under = END, OFF - ON  # once as the module is created is left out
         assert [case[name]["sent"] for name in ("still", "moves", "batch norm")] == [always] * 3
         assert case["still quiet"]["sent"] == always - under + 1  # the first one under the lever
         assert case["moves quiet"]["sent"] == always - under + 1 + 3
@@ -124,7 +132,9 @@ def test_what_is_offered(two):
 
 @pytest.mark.parametrize(("way", "within", "first"), [("bf16", 2.0**-7, 3), ("fp16", 2.0**-10, 4), ("powersgd", 0.5, 4)])
 def test_fewer_bytes_within_rounding_and_off_again_bit_for_bit(two, way, within, first):
-    """float16 learns the scale of each bucket in a pass that travels as it is; PowerSGD was asked to leave one pass alone."""
+    """float16 learns the scale of each bucket in an uncompressed pass; PowerSGD was told to leave one pass
+    uncompressed.
+    """
     for rank in two:
         case = rank["compression"][way]
         plain, *others = case["gradients"]
@@ -135,15 +145,18 @@ def test_fewer_bytes_within_rounding_and_off_again_bit_for_bit(two, way, within,
     assert two[0]["compression"][way]["gradients"] == two[1]["compression"][way]["gradients"]
 
 
-def test_a_sum_that_nobody_divides_is_another_gradient(two):
+def test_a_sum_without_division_is_another_gradient(two):
     for rank in two:
         plain, *_, off = rank["compression"]["bad"]["gradients"]
         assert apart(rank["compression"]["bad"]["gradients"][4], plain) > 0.9
         assert off == plain
 
 
-def test_levers_are_switched_beside_one_another(two):
-    """The last one on is the first one off, as in a search. Then the script registers a hook of its own, which stays."""
+def test_levers_are_switched_on_together(two):
+    """The last lever on is the first one off, as in a search.
+
+    Then the script registers its own hook, which stays.
+    """
     for rank in two:
         case, ours = rank["both"], "gradients sent by flatout"
         assert case["hooks"] == [""] * 7 + [ours] * 3 + [""] * 5 + [ours] * 3 + ["allreduce_hook"] * 6
@@ -159,14 +172,17 @@ def test_a_module_that_is_saved_is_that_of_the_script(two):
         assert case["loaded"] == case["copied"] == case["itself"]
 
 
-def test_the_known_bad_lets_ranks_part(two):
+def test_the_known_bad_lets_ranks_diverge(two):
     assert two[0]["bad"]["bad"]["digests"] != two[0]["bad"]["plain"]["digests"]
     assert two[0]["bad"]["plain"]["digests"][-1] == two[1]["bad"]["plain"]["digests"][-1]
     assert two[0]["bad"]["bad"]["digests"][-1] != two[1]["bad"]["bad"]["digests"][-1]
 
 
 def test_ranks_of_torchrun_switch_together(tmp_path):
-    """After each step both ranks have the same weights, whatever was switched on before. Rank 0 is measured, so that two programs show the same batches."""
+    """After each step both ranks have the same weights, whatever was switched on before.
+
+    Rank 0 is measured, so that two programs show the same batches.
+    """
     words = [sys.executable, str(PROGRAM.with_name("ddp_switching.py")), str(tmp_path), "cpu"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -176,18 +192,18 @@ def test_ranks_of_torchrun_switch_together(tmp_path):
     assert (found["status"], found["skipped"]) == ("finished", [])
     assert all(check["passed"] for check in found["replica"]["checks"]), found["replica"]
     assert found["first loss"] == found["first losses"][0] != found["first losses"][1]
-    together = min(map(len, found["told"]))
+    together = min(map(len, found["info"]))
     assert together > 36
-    assert found["told"][0][:together] == found["told"][1][:together]
+    assert found["info"][0][:together] == found["info"][1][:together]
 
 
-def test_what_is_left_out_later_is_said_in_a_real_run(flatout):
-    """The first passes are looked at, and by then flatout has long said what it applies."""
+def test_a_lever_left_out_later_is_reported_in_a_real_run(flatout):
+    """The first passes are observed, and by then flatout has already reported the levers that it applies."""
     program = PROGRAM.with_name("ddp_training.py")
     under = flatout("run", "--plan", "none", "--with", "ddp_flags", "python", *TORCHRUN, str(program), ".", "12", "keeps")
     assert under.code == 0, under.err
     assert "applied ddp_flags(gradient_as_bucket_view=True, broadcast_buffers=False)" in under.err
     assert under.err.count(f"flatout: ddp_flags: gradient_as_bucket_view is not used: {KEEPS}") == 1
-    told = [(flatout.folder / f"seen.{rank}").read_text().split() for rank in (0, 1)]
-    assert len(told[0]) == 12
-    assert told[0] == told[1]
+    info = [(flatout.folder / f"seen.{rank}").read_text().split() for rank in (0, 1)]
+    assert len(info[0]) == 12
+    assert info[0] == info[1]

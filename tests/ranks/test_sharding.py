@@ -1,4 +1,6 @@
-"""Ranks that keep a part of each weight against one process: gradients, losses, weights, checkpoints, and the bytes that each of them holds."""
+"""Ranks that keep a shard of each weight compared with one process: gradients, losses, weights, checkpoints,
+and the bytes that each holds.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ def the_cases(folder: Path) -> list[dict]:
         {"weigh": True},
         {"wrong": True, "steps": 1},
         {"steps": 30, "clip": "norm", "reload": True},
-        {"steps": 3, "resume": str(folder / "2.1.0.pt")},  # from what one process has saved
+        {"steps": 3, "resume": str(folder / "2.1.0.pt")},  # from the checkpoint of one process
         {"dtype": "float32", "optimizer": "sgd", "two": True, "frozen": True, "other": True, "penalty": True, "scaled": True, "clip": "norm", "averaged": True,
          "length": 25},  # the last batch has one sample, fewer than there are ranks
         {"pieces": True, "clip": "value", "window": 2, "foreach": True, "tied": False, "division": {"batches": "cut"}},
         {"loss": "sum", "steps": 2, "division": {"batches": "cut", "reduction": "sum"}},
-        {"division": {"batches": "same"}, "steps": 2},  # every rank computes whole batches, as a witness that divides weights does
+        {"division": {"batches": "same"}, "steps": 2},  # every rank computes whole batches, as a sharded reference run does
         {"procs": [1, 4], "machine": 2, "clip": "norm", "steps": 2},
         a_case(draw))]
 
@@ -56,15 +58,18 @@ def trained(tmp_path_factory):
 
 
 def distance(a: list[list[float]], b: list[list[float]]) -> float:
-    """Of two lists of vectors, over the length of the second."""
+    """The distance of two lists of vectors, relative to the length of the second."""
     pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
 
 @pytest.mark.timeout(300)
-def test_divided_weights_learn_what_whole_ones_learn(trained):
-    """Mean and sum, uneven rests, accumulation, clipping, two optimizers, a scaler, tied and frozen and unused weights, scalars, other types, a model that is
-    called in pieces, a penalty, an average of weights; over machines, too. What is printed and counted is what one process prints and counts."""
+def test_sharded_weights_learn_what_whole_ones_learn(trained):
+    """The cases cover mean and sum, uneven remainders, accumulation, clipping, two optimizers and a scaler.
+
+    They cover tied, frozen and unused weights, scalars, other dtypes, a model called in pieces, a penalty, an
+    average of weights, and several machines. Output and counts are those of one process.
+    """
     cases, found, _ = trained
     for (at, procs), ranks in found.items():
         case, one = cases[at], found[at, 1][0]
@@ -86,7 +91,10 @@ def test_divided_weights_learn_what_whole_ones_learn(trained):
 
 @pytest.mark.timeout(300)
 def test_checkpoints_keep_the_format_of_one_process(trained):
-    """Names, whole tensors, groups and state, the model itself; and a checkpoint of one process is gone on from as one process does."""
+    """Names, whole tensors, groups, state and the model itself are unchanged.
+
+    A checkpoint of one process is resumed as one process resumes it.
+    """
     cases, found, read_back = trained
     assert len(read_back) == 7
     for at, seen in read_back.items():
@@ -104,8 +112,10 @@ def test_checkpoints_keep_the_format_of_one_process(trained):
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_holds_its_part_alone(trained):
-    """Weights, gradients and optimizer state of a model that divides evenly; the script still has a list of its weights."""
+def test_a_rank_holds_only_its_shard(trained):
+    """Weights, gradients and optimizer state of a model that divides evenly; the script still holds a list of
+    its weights.
+    """
     _, found, _ = trained
     one = found[WEIGH, 1][0]["bytes"]
     for rank in found[WEIGH, 2]:

@@ -1,4 +1,4 @@
-"""Laws of dividing a batch, and of the two streams of random numbers."""
+"""Rules for splitting a batch, and for the two streams of random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.ranks.division import Division
+from flatout.ranks.division import SplitSettings
 from flatout.ranks.shares import DividedBatches, share
 from flatout.ranks.streams import HostStreams, Streams
 
@@ -17,7 +17,10 @@ torch = pytest.importorskip("torch")
 
 @given(samples=st.integers(1, 500), world=st.integers(1, 17))
 def test_the_shares_are_the_batch(samples, world):
-    """In order, none twice, as even as can be; the weights add up to one. A batch that is too small is everybody's and counts once."""
+    """Shares are in order, without duplicates and as even as possible; their weights sum to one.
+
+    A batch that is too small goes to all ranks and counts once.
+    """
     shares = [share(samples, rank, world) for rank in range(world)]
     assert sum(part.weight for part in shares) == pytest.approx(1.0)
     if samples < world:
@@ -30,8 +33,8 @@ def test_the_shares_are_the_batch(samples, world):
 
 
 @given(length=st.integers(1, 60), batch=st.integers(1, 13), world=st.integers(1, 5), drop_last=st.booleans(), ahead=st.integers(1, 4))
-def test_batches_that_are_drawn_ahead_keep_their_shares(length, batch, world, drop_last, ahead):
-    """Workers draw several batches before the first one is taken; taken in order, each finds its own share."""
+def test_prefetched_batches_keep_their_shares(length, batch, world, drop_last, ahead):
+    """Workers prepare several batches before the first is used; used in order, each finds its own share."""
     whole = torch.utils.data.BatchSampler(range(length), batch, drop_last)
     for rank in range(world):
         divided = DividedBatches(whole, rank, world)
@@ -49,7 +52,9 @@ def test_batches_that_are_drawn_ahead_keep_their_shares(length, batch, world, dr
 
 @given(draws=st.lists(st.sampled_from(["own", "common"]), max_size=12))
 def test_the_common_stream_is_the_plain_one(draws):
-    """Whatever a rank draws for itself in between; and no two ranks draw the same for themselves."""
+    """This holds whatever random numbers a rank uses for itself in between, and no two ranks use the same
+    ones for themselves.
+    """
     torch.manual_seed(7)
     plain = [float(torch.rand(())) for _ in draws]
     drawn = {}
@@ -64,8 +69,8 @@ def test_the_common_stream_is_the_plain_one(draws):
     assert not set(drawn[0]) & set(drawn[1])
 
 
-def test_what_the_script_decides_by_random_stays_alike():
-    """Samples draw from `random`, differently on each rank; what is drawn between them does not notice."""
+def test_random_decisions_of_the_script_agree_on_all_ranks():
+    """Samples use `random` differently on each rank; random numbers used between them are unaffected."""
     seen = []
     for rank in (0, 1):
         random.seed(3)
@@ -81,14 +86,14 @@ def test_what_the_script_decides_by_random_stays_alike():
 
 
 @pytest.mark.parametrize("value", [True, {"reduction": "median"}, {"loaders": "first"}, {"what": 1}, {"batches": 3}])
-def test_what_is_no_division_is_refused_in_words(value):
+def test_an_invalid_split_is_rejected_with_an_error(value):
     with pytest.raises(TypeError, match=r"\w+ \w+"):
-        Division.read(value)
+        SplitSettings.read(value)
 
 
 @given(value=st.fixed_dictionaries({}, optional={"reduction": st.sampled_from(["mean", "sum"]), "batches": st.sampled_from(["index", "cut", "door"]),
                                                  "loaders": st.lists(st.integers(0, 9), max_size=3).map(lambda found: ",".join(map(str, found)))}))
-def test_a_division_reads_what_it_wrote(value):
-    division = Division.read(value)
-    assert Division.read(division.to_value()) == division
+def test_a_split_reads_what_it_wrote(value):
+    division = SplitSettings.read(value)
+    assert SplitSettings.read(division.to_value()) == division
     assert {name: getattr(division, name) for name in value if name != "loaders"} == {name: value[name] for name in value if name != "loaders"}

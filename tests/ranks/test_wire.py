@@ -1,4 +1,7 @@
-"""What travels between ranks: how many bytes, when, and what of the gradient arrives. One program of two ranks; what it wrote down is asked about here."""
+"""The communication between ranks: its bytes, its timing, and the accuracy of the gradients.
+
+These tests read the results of one program of two ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,14 @@ def found(as_two_ranks):
 
 
 def apart(a, b):
-    """The length of a difference, over that of the second."""
+    """The length of the difference, relative to that of the second."""
     return (sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / sum(y * y for y in b)) ** 0.5
 
 
 def rounded(got, right, way, scale=1.0):
-    """Whether each number is the right one but for the rounding of its two parts and their sum; a part may be larger than the sum."""
+    """Whether each number is right up to the rounding of its two parts and their sum; a part may be larger
+    than the sum.
+    """
     largest = max(map(abs, right)) * scale
     return all(abs(x - scale * y) <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest
                for x, y in zip(got, right, strict=True))
@@ -46,21 +51,24 @@ def test_half_the_bytes_and_the_gradient_but_for_rounding(found):
         assert found[0]["ways"][way] == found[1]["ways"][way]
 
 
-def test_nobody_sends_what_another_does_not_expect(found):
-    """Rank 0 had asked for another way, rank 1 not yet: that pass was plain on both."""
+def test_no_rank_sends_what_another_does_not_expect(found):
+    """Rank 0 had switched to another encoding and rank 1 had not: that pass was plain on both."""
     for rank in found:
         assert [rank["ways"][f"{way} late"] for way in DIGITS] == [rank["ways"]["plain"][0]["sent"]] * 2
         assert rank["ways"]["wanted again"]
         assert rank["ways"]["offered"] == [["bf16", "fp16"], "all bucket sizes that this lever tries give the same buckets"]
 
 
-def test_the_exchange_is_heard_inside_the_backward_pass(found):
+def test_the_exchange_is_observed_inside_the_backward_pass(found):
     ways = found[0]["ways"]
     assert ways["events"] == ["backward begins", "exchange begins", ["exchange ends", ways["plain"][0]["sent"]], "backward ends"]
 
 
-def test_float16_neither_overflows_nor_sinks(found):
-    """The first pass of a kind travels as it is; where the scale of the last pass does not fit any more, the bucket travels twice."""
+def test_float16_neither_overflows_nor_underflows(found):
+    """The first pass of a kind is uncompressed.
+
+    Where the scale of the last pass no longer fits, the bucket is sent twice.
+    """
     for rank in found:
         case, whole = rank["extremes"], rank["ways"]["plain"][0]["sent"]
         assert max(case["plain"]) * 1e7 > 65504
@@ -70,8 +78,11 @@ def test_float16_neither_overflows_nor_sinks(found):
             assert rounded(each["gradient"], case["plain"], "fp16", scale), scale
 
 
-def test_what_was_accumulated_does_not_pass_the_wire_again(found):
-    """A thousand times the gradient had been accumulated. Rounded once more in each of four passes it would be off by more than they bring."""
+def test_accumulated_gradients_are_not_sent_again(found):
+    """A gradient a thousand times as large was accumulated before.
+
+    Rounding it again in each of four passes would cause a larger error than their gradients.
+    """
     for rank in found:
         case = rank["accumulation"]
         brought = [(x - y) / 4 for x, y in zip(case["summed"], case["large"], strict=True)]
@@ -103,7 +114,10 @@ def test_training_ends_where_it_would(found):
 
 
 def test_powersgd(found):
-    """With full rank the mean itself. With rank one each pass is far from it, but what was taken and what is kept add up to all that there was."""
+    """With full rank it is the mean itself.
+
+    With rank one each pass is far from it, but the sent part and the kept part add up to the whole.
+    """
     for rank in found:
         case = rank["powersgd"]
         assert case["full rank"] < 1e-12

@@ -14,14 +14,14 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
-from flatout.plan.standing import standing
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.capture.training_context import TrainingContext
+from flatout.plan.rank_environment import standing
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 
 
 class Numbered(torch.utils.data.Dataset):
-    """Each sample knows its number; ``seen`` are those that were fetched in this process."""
+    """Each sample knows its number; ``seen`` are the samples fetched in this process."""
 
     def __init__(self, length, dtype):
         draw = torch.Generator().manual_seed(1)
@@ -87,11 +87,11 @@ def main():
     place = standing()
     for at, case in enumerate(cases):
         ledger = Ledger()
-        scene = Scene(torch, Listener(), ledger)
-        scene.install()
+        context = TrainingContext(torch, Listener(), ledger)
+        context.install()
         if place is not None:
             here = replace(place, meeting=f"{place.meeting}{at}")
-            Divided(torch, scene, here, Division.read(case["division"]), ledger).install()
+            DataParallelScript(torch, context, here, SplitSettings.read(case["division"]), ledger).install()
         found = train(case)
         ledger.restore()
         (out / f"{at}.{here.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))

@@ -14,14 +14,14 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.comm_compression import LEVER as compression
 from flatout.levers.gradient_buckets import LEVER as buckets
 from flatout.plan.facts import Facts
-from flatout.plan.standing import standing
-from flatout.ranks.convoy import Convoy
-from flatout.ranks.divided import Divided
-from flatout.ranks.division import Division
+from flatout.plan.rank_environment import standing
+from flatout.ranks.bucket_queue import BucketQueue
+from flatout.ranks.data_parallel import DataParallelScript
+from flatout.ranks.division import SplitSettings
 from flatout.ranks.powersgd import PowerSGD
 
 PLACE = standing()
@@ -47,15 +47,17 @@ class Heard(Listener):
 
 
 class Program:
-    """A small network, 16 samples in one batch, and no update unless asked: each backward pass has the same gradient."""
+    """A small network, 16 samples in one batch, and no update by default: each backward pass has the same
+    gradient.
+    """
 
     def __init__(self, dtype=torch.float32, width=24, rate=0.0):
-        self.ledger, self.heard = Ledger(), Heard()
-        self.scene = Scene(torch, self.heard, self.ledger)
-        self.divided = Divided(torch, self.scene, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), Division(), self.ledger)
+        self.ledger, self.observed = Ledger(), Heard()
+        self.context = TrainingContext(torch, self.observed, self.ledger)
+        self.divided = DataParallelScript(torch, self.context, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), SplitSettings(), self.ledger)
         self.divided.install()
-        self.scene.install()  # as in a run: what hears of a backward pass hears of the exchange inside it
-        self.ledger.set(self.scene, "divided", self.divided)
+        self.context.install()  # as in a run: the hook of the backward pass also covers the exchange inside it
+        self.ledger.set(self.context, "divided", self.divided)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
         draw = torch.Generator().manual_seed(1)
@@ -64,7 +66,7 @@ class Program:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
 
     def backward(self, scale=1.0, keep=False):
-        """One pass; what travelled, and the gradient, one vector."""
+        """Run one pass; return the communication and the gradient as one vector."""
         for x, y in self.loader:
             if not keep:
                 self.optimizer.zero_grad()
@@ -82,37 +84,40 @@ class Program:
 
 
 def ways():
-    """One program whose way is changed while it runs; rank 1 hears of each change a pass later."""
+    """One program whose encoding changes while it runs; rank 1 learns of each change one pass later."""
     program, found = Program(), {}
-    found["offered"] = [compression.applies(FACTS, program.scene).values, buckets.applies(FACTS, program.scene).reason]
+    found["offered"] = [compression.applies(FACTS, program.context).values, buckets.applies(FACTS, program.context).reason]
     found["plain"] = program.passes(3)
     for way in ("bf16", "fp16"):
         ledger = Ledger()
         late = []
         if PLACE.rank == 1:
             late = program.passes(1)
-        undo = compression.apply(program.scene, way, ledger)
+        undo = compression.apply(program.context, way, ledger)
         if PLACE.rank == 0:
             late = program.passes(1)
         found[f"{way} late"] = late[0]["sent"]
-        program.backward()  # all want it now
+        program.backward()  # all use it now
         found[way] = program.passes(3)
         undo()
         program.backward()
     found["plain again"] = program.backward()
     found["wanted again"] = program.divided.wanted == program.divided.terms and program.divided.terms.way.name == "plain"
-    bad = compression.known_bad(program.scene, "bf16", Ledger())
+    bad = compression.known_bad(program.context, "bf16", Ledger())
     found["bad"] = program.passes(2)[1]["gradient"]
     bad()
-    found["events"] = program.heard.events[-8:-4]
+    found["events"] = program.observed.events[-8:-4]
     program.leave()
     return found
 
 
 def extremes():
-    """Gradients that float16 cannot hold: 1e7 times as large, suddenly another 1e5 times, and 1e-9 times as large."""
+    """Gradients that float16 cannot hold:
+
+    1e7 times as large, then suddenly another 1e5 times, and 1e-9 times as large.
+    """
     program = Program()
-    compression.apply(program.scene, "fp16", program.ledger)
+    compression.apply(program.context, "fp16", program.ledger)
     found = {"plain": program.backward()["gradient"]}
     found["large"] = [*program.passes(2, scale=1e7), *program.passes(3, scale=1e12)]
     found["small"] = program.passes(3, scale=1e-9)
@@ -121,9 +126,9 @@ def extremes():
 
 
 def accumulation():
-    """A pass with a gradient a thousand times as large, then four small ones on top of it."""
+    """One pass with a gradient a thousand times as large, then four small ones added to it."""
     program = Program()
-    compression.apply(program.scene, "bf16", program.ledger)
+    compression.apply(program.context, "bf16", program.ledger)
     small = program.backward()["gradient"]
     large = program.backward(scale=1000.0)["gradient"]
     tensors = [p.grad for p in program.model.parameters()]
@@ -134,17 +139,17 @@ def accumulation():
 
 
 def sizes():
-    """Float64, every size of bucket, changed in one program."""
+    """Float64 and every bucket size, changed in one program."""
     program, found = Program(torch.float64, width=500), {}
     program.passes(3)
-    answer = buckets.applies(FACTS, program.scene)
+    answer = buckets.applies(FACTS, program.context)
     found["offered"] = [list(answer.values), answer.effect.value]
     for value in (25, 1, 0.001, "all"):
-        undo = buckets.apply(program.scene, value, Ledger())
+        undo = buckets.apply(program.context, value, Ledger())
         found[str(value)] = program.passes(2)[1]
         undo()
         program.backward()
-    bad = buckets.known_bad(program.scene, 0.001, Ledger())
+    bad = buckets.known_bad(program.context, 0.001, Ledger())
     found["bad"] = program.passes(2)[1]["gradient"]
     bad()
     program.leave()
@@ -152,12 +157,12 @@ def sizes():
 
 
 def courses():
-    """Thirty steps of training under each way."""
+    """Thirty steps of training under each encoding."""
     found = {}
     for way in (None, "bf16", "fp16", {"kind": "powersgd", "rank": 2, "after": 3}):
         program = Program(rate=0.3)
         if way is not None:
-            compression.apply(program.scene, way, program.ledger)
+            compression.apply(program.context, way, program.ledger)
         losses = []
         for _ in range(30):
             for x, y in program.loader:
@@ -169,7 +174,7 @@ def courses():
         kind = way if isinstance(way, str) else "plain" if way is None else "powersgd"
         found[kind] = {"losses": losses, "sent": program.divided.exchange.traffic.sent_bytes,
                        "weights": torch.cat([p.detach().reshape(-1) for p in program.model.parameters()]).tolist(),
-                       "reports": [words for name, words in program.scene.reports if name == "comm_compression"]}
+                       "reports": [words for name, words in program.context.reports if name == "comm_compression"]}
         program.leave()
     return found
 
@@ -178,15 +183,15 @@ SHAPES = ((7, 5), (4,), (6, 2, 3))
 
 
 def sent(wire, parameters, gradients):
-    """Through one convoy, as one bucket."""
-    convoy = Convoy(torch, wire)
-    convoy.leave(torch.cat([each.reshape(-1) for each in gradients]), parameters)
-    return convoy.arrive()[0].clone(), convoy
+    """Send through one bucket queue, as one bucket."""
+    bucket_queue = BucketQueue(torch, wire)
+    bucket_queue.leave(torch.cat([each.reshape(-1) for each in gradients]), parameters)
+    return bucket_queue.arrive()[0].clone(), bucket_queue
 
 
 def powersgd():
     ledger = Ledger()
-    from flatout.ranks.meeting import join
+    from flatout.ranks.rendezvous import join
 
     join(torch, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), torch.device("cpu"), ledger)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
@@ -204,13 +209,13 @@ def powersgd():
 
     thin, taken = PowerSGD(torch, 2, 1, after=2, saving=0.0), []
     for step in steps:
-        got, convoy = sent(thin, parameters, step)
+        got, bucket_queue = sent(thin, parameters, step)
         taken.append(got)
     kept = mean(torch.cat([thin.errors[p].reshape(-1) if p in thin.errors else torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]))
     found["rank one, sum"] = float((sum(taken) + kept - sum(means)).abs().max())
     found["rank one, each"] = [float((got - right).norm() / right.norm()) for got, right in zip(taken, means, strict=True)]
-    found["rank one, numbers"] = convoy.sent_bytes / 8
-    found["rank one, collectives"] = convoy.collectives
+    found["rank one, numbers"] = bucket_queue.sent_bytes / 8
+    found["rank one, collectives"] = bucket_queue.collectives
     found["same"] = float((2 * mean(taken[-1]) - 2 * taken[-1]).abs().max())
     found["torch"] = beside_torch(steps, parameters)
     ledger.restore()
@@ -218,7 +223,9 @@ def powersgd():
 
 
 def beside_torch(steps, parameters):
-    """The hook that torch has for its DistributedDataParallel, given the same Q and errors after its first pass: how far this is from it, at most."""
+    """Compare with torch's hook for its DistributedDataParallel, given the same Q and errors after its first
+    pass: the largest difference.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     class Bucket:
@@ -241,14 +248,14 @@ def beside_torch(steps, parameters):
             return True
 
     state = powerSGD_hook.PowerSGDState(torch.distributed.group.WORLD, 2, start_powerSGD_iter=2, min_compression_rate=1.0)
-    for step in steps[:3]:  # two passes as they are, then one that is compressed
+    for step in steps[:3]:  # two passes uncompressed, then a compressed one
         powerSGD_hook.powerSGD_hook(state, Bucket(step)).wait()
     mine, apart = PowerSGD(torch, 2, 2, after=0, saving=0.0), []
     thin = [p for p in parameters if p.dim() > 1]
     queries = state.q_memory_dict[0]
     error = state.error_dict[0].split([p.numel() for p in parameters])
     begin = 0
-    for p in thin:  # their Qs lie one behind another
+    for p in thin:  # their Qs are stored one after another
         size = (p.numel() // p.shape[0]) * 2
         mine.queries[p] = queries[begin:begin + size].view(-1, 2).clone()
         begin += size

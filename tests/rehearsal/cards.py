@@ -1,4 +1,4 @@
-"""Programs on cards that are not there: the stand-in of bench/gpu, or a reason why it cannot be had here."""
+"""Programs on simulated cards: the stand-in of bench/gpu, or the reason why it is unavailable here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MI
 
 
 def interrupted(folder: Path, after: int, *command: str) -> list[str]:
-    """Runs flatout's ``command``, ends it by SIGTERM after so many lines, and answers all that it had printed."""
+    """Runs flatout's ``command``, ends it with SIGTERM after that many lines, and returns everything that it
+    printed.
+    """
     first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=folder, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
     said = []

@@ -1,4 +1,6 @@
-"""Runs a program and says at its end, on standard error, how many CUDA graphs were recorded and how often they were replayed."""
+"""Runs a program and reports at its end, on standard error, how many CUDA graphs were recorded and how often
+they were replayed.
+"""
 
 import atexit
 import runpy

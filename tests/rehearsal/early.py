@@ -1,4 +1,7 @@
-"""What may happen to a value between its computation and its read, with the lever `early_values` in effect. Prints as JSON what went wrong in each case."""
+"""What may happen to a value between its computation and its read, with the lever `early_values` on.
+
+Prints the errors of each case as JSON.
+"""
 
 import json
 import random
@@ -14,16 +17,16 @@ from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
-from flatout.levers.early.copies import Copies
+from flatout.capture.training_context import TrainingContext
+from flatout.levers.early.copies import HostCopies
 from flatout.levers.early_values import LEVER
 
 warnings.filterwarnings("ignore")
 DEVICE = torch.device("cuda:0")
-LATER = 9  # steps, after which a value was read and found right a few times
+LATER = 9  # steps after which a value was read and found right a few times
 STEPS = 18
 CASES = {}
-WAITS = []  # for events: what a read waits for that is answered from a copy
+WAITS = []  # for events: the waits of a read that is answered from a copy
 plainly = torch._C.TensorBase.item
 
 
@@ -33,17 +36,17 @@ def case(function):
 
 
 def answered(count):
-    """How many reads of the case were answered from a copy."""
+    """The number of reads of the case that were answered from a copy."""
     assert len(WAITS) >= count, f"{len(WAITS)} reads were answered from a copy, and not {count}"
 
 
 class Training:
-    """A model whose loss is read in each step, by ``between(loss, step)``."""
+    """A model whose loss is read in each step by ``between(loss, step)``."""
 
     def __init__(self, device=DEVICE):
         self.ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self.ledger)
-        self.scene.install()
+        self.context = TrainingContext(torch, Listener(), self.ledger)
+        self.context.install()
         self.lever = Ledger()
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1).to(device)
@@ -55,11 +58,11 @@ class Training:
 
     def __exit__(self, *_):
         self.lever.restore()
-        self.scene.rest()
+        self.context.rest()
         self.ledger.restore()
 
     def apply(self):
-        LEVER.apply(self.scene, True, self.lever)
+        LEVER.apply(self.context, True, self.lever)
 
     def steps(self, between, count=STEPS, loss_of=lambda outputs: outputs.square().mean()):
         for step in range(count):
@@ -96,12 +99,12 @@ def a_write_through_data_in_each_step():
 
     with Training() as training:
         training.steps(written)
-        assert any("does not count" in sentence for _, sentence in training.scene.reports)
+        assert any("does not count" in sentence for _, sentence in training.context.reports)
 
 
 @case
 def a_collective():
-    """gloo counts what it writes. NCCL does not, and has no stand-in: the write is made by hand."""
+    """gloo counts its writes. NCCL does not, and has no stand-in, so the test makes the write itself."""
     def exchanged(loss, step):
         torch.distributed.broadcast(loss.data, 0)
         if step > LATER:
@@ -131,7 +134,7 @@ def a_replay_of_a_graph():
 
 
 class Held(torch.autograd.Function):
-    """The loss lies where the graph has left it."""
+    """The loss stays where the graph has written it."""
 
     @staticmethod
     def forward(ctx, outputs, where):
@@ -157,7 +160,7 @@ def another_tensor_in_the_same_memory():
             value = training.x.square().sum() + 7
             reused.append(value.data_ptr() in reused)
             same(value, STEPS)
-        assert any(each is True for each in reused), "the memory did not come again"
+        assert any(each is True for each in reused), "the memory was not reused"
 
 
 @case
@@ -194,7 +197,7 @@ def a_copy_that_a_read_waits_for():
 
 @case
 def another_stream_and_a_recording():
-    copies, side = Copies(torch), torch.cuda.Stream()
+    copies, side = HostCopies(torch), torch.cuda.Stream()
     with side:
         elsewhere = torch.ones((), device=DEVICE)
     here = torch.ones((), device=DEVICE)
@@ -312,8 +315,8 @@ def nothing_is_kept_alive():
 def a_program_that_reads_nothing():
     with Training() as training:
         training.steps(lambda loss, step: None)
-        assert [name for name, _ in training.scene.reports] == ["early_values"]
-        assert "reads no value" in training.scene.reports[0][1]
+        assert [name for name, _ in training.context.reports] == ["early_values"]
+        assert "reads no value" in training.context.reports[0][1]
 
 
 @case
@@ -325,13 +328,13 @@ def switched_off_and_on():
 
     with Training() as training:
         training.steps(switched, 31)
-        assert training.scene.reports == []
+        assert training.context.reports == []
     answered(LATER)
 
 
 @case
 def anything_in_any_order():
-    """Writes and reads by chance, each compared with what is on the device."""
+    """Random writes and reads, each compared with the value on the device."""
     chance = random.Random(0)
     aliases = [lambda x: x, lambda x: x.detach(), lambda x: x.data, lambda x: x.view(1), lambda x: x.detach().view(1, 1), lambda x: x * 1]
     writes = [lambda x: None, lambda x: None, lambda x: x.detach().add_(1), lambda x: x.detach().view(1).zero_(), lambda x: x.detach().copy_(torch.ones(()))]
@@ -356,7 +359,7 @@ def anything_in_any_order():
 
 @case
 def a_read_while_a_graph_is_recorded():
-    """The last case: a recording that has failed leaves the allocator in the pool of its graph."""
+    """The last case: a failed recording leaves the allocator in the pool of its graph."""
     failed = []
 
     def recorded(loss, step):

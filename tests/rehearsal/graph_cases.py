@@ -1,4 +1,7 @@
-"""Modules and optimizers recorded as CUDA graphs beside their plain twins, in one process. Prints as JSON what differed, by case: "" for nothing."""
+"""Modules and optimizers recorded as CUDA graphs compared with plain copies, in one process.
+
+Prints the differences by case as JSON; "" means none.
+"""
 
 import gc
 import json
@@ -13,7 +16,7 @@ from torch.nn import functional as F
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.levers.graphs import LEVER
 from flatout.measure.memory import reserved_for_graphs
 from flatout.plan.facts import Facts
@@ -49,15 +52,15 @@ class Training:
         more = more or ({"momentum": 0.9} if optimizer == "SGD" else {"fused": True})
         self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01, **more)
         self.source = torch.Generator().manual_seed(2)
-        self.found, self.recorded, self.scene, self.undo = [], recorded, None, None
+        self.found, self.recorded, self.context, self.undo = [], recorded, None, None
         if recorded:
             self.ledger = Ledger()
-            self.scene = Scene(torch, Listener(), self.ledger)
-            self.scene.install()
+            self.context = TrainingContext(torch, Listener(), self.ledger)
+            self.context.install()
         self.steps(2)
         if recorded:
-            assert not isinstance(LEVER.applies(Facts(), self.scene), Skip), LEVER.applies(Facts(), self.scene)
-            self.undo = LEVER.apply(self.scene, True, Ledger())
+            assert not isinstance(LEVER.applies(Facts(), self.context), Skip), LEVER.applies(Facts(), self.context)
+            self.undo = LEVER.apply(self.context, True, Ledger())
 
     def batch(self, rows=6):
         return torch.randn(rows, 8, generator=self.source).to(DEVICE), torch.randint(3, (rows,), generator=self.source).to(DEVICE)
@@ -77,20 +80,23 @@ class Training:
     def end(self):
         if self.recorded:
             self.undo()
-            self.scene.rest()
+            self.context.rest()
             self.ledger.restore()
         return [*self.found, *(p.detach() for p in self.model.parameters()), *self.model.buffers()]
 
 
-def twins(train, model, least=20, said="", **more):
-    """Trains a plain and a recorded one. Says what differs, where fewer replays than ``least`` were made, and where the report is another one than ``said``."""
+def counterparts(train, model, least=20, said="", **more):
+    """Trains a plain and a recorded copy.
+
+    Reports any difference, fewer replays than ``least``, and a report that differs from ``said``.
+    """
     plain = Training(model, False, **more)
     train(plain)
     expected = [each.clone() for each in plain.end()]
     before = REPLAYS[0]
     recorded = Training(model, True, **more)
     train(recorded)
-    found, reports = recorded.end(), " ".join(sentence for _, sentence in recorded.scene.reports)
+    found, reports = recorded.end(), " ".join(sentence for _, sentence in recorded.context.reports)
     if said and said not in reports:
         return f"it reported {reports!r}"
     if not said and reports:
@@ -107,7 +113,7 @@ def small(*more):
 
 @case
 def dropout_and_running_statistics():
-    return twins(lambda t: t.steps(40), lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+    return counterparts(lambda t: t.steps(40), lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
 
 
 @case
@@ -118,7 +124,7 @@ def a_layer_in_evaluation_mode_for_a_while():
         t.steps(8)
         t.model[2].train()
         t.steps(8)
-    return twins(train, lambda: small(nn.BatchNorm1d(16)))
+    return counterparts(train, lambda: small(nn.BatchNorm1d(16)))
 
 
 class Scaled(nn.Module):
@@ -136,7 +142,7 @@ def an_attribute_that_the_script_sets():
         t.steps(12)
         t.model.factor = 0.5
         t.steps(12)
-    return twins(train, Scaled)
+    return counterparts(train, Scaled)
 
 
 @case
@@ -146,7 +152,7 @@ def weights_that_get_other_memory():
         for p in t.model.parameters():
             p.data = p.data.clone()
         t.steps(12)
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -155,7 +161,7 @@ def layers_that_are_frozen_and_thawed():
         for frozen in (True, False, True):
             t.model[0].requires_grad_(not frozen)
             t.steps(8)
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 OUTSIDE = {"factor": 1.0}
@@ -173,12 +179,14 @@ class Global(nn.Module):
 
 @case
 def a_number_outside_of_the_modules_is_found_by_a_check():
-    """Set before the second replay, which is compared with an eager pass; what was replayed until then was right."""
+    """The value is set before the second replay, which is compared with an eager pass; the replays until then
+    were right.
+    """
     def train(t):
-        t.steps(3)  # watched, recorded at the third call
+        t.steps(3)  # monitored, recorded at the third call
         OUTSIDE["factor"] = 2.0
         t.steps(6)
-    return twins(train, Global, least=0, said="does not repeat its recording")
+    return counterparts(train, Global, least=0, said="does not repeat its recording")
 
 
 TABLE = {}
@@ -196,7 +204,7 @@ class Elsewhere(nn.Module):
 
 @case
 def a_tensor_outside_of_the_modules():
-    return twins(lambda t: t.steps(8), Elsewhere, least=0, said="uses a tensor that is neither an input nor belongs to a module")
+    return counterparts(lambda t: t.steps(8), Elsewhere, least=0, said="uses a tensor that is neither an input nor belongs to a module")
 
 
 class Drawing(nn.Module):
@@ -211,7 +219,7 @@ class Drawing(nn.Module):
 
 @case
 def random_numbers_of_the_host():
-    return twins(lambda t: t.steps(8), Drawing, least=0, said="draws random numbers on the host")
+    return counterparts(lambda t: t.steps(8), Drawing, least=0, said="draws random numbers on the host")
 
 
 class Counting(nn.Module):
@@ -226,7 +234,7 @@ class Counting(nn.Module):
 
 @case
 def a_pass_that_counts_its_calls():
-    return twins(lambda t: t.steps(8), Counting, least=0, said="sets Counting.calls")
+    return counterparts(lambda t: t.steps(8), Counting, least=0, said="sets Counting.calls")
 
 
 class Recurrent(nn.Module):
@@ -240,7 +248,7 @@ class Recurrent(nn.Module):
 
 @case
 def recurrent_layers():
-    return twins(lambda t: t.steps(12), Recurrent)
+    return counterparts(lambda t: t.steps(12), Recurrent)
 
 
 @case
@@ -257,7 +265,7 @@ def outputs_and_gradients_that_are_kept():
             t.optimizer.step()
         t.found += [*(each.detach() for each in outputs), *gradients]
         t.steps(24)
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -269,7 +277,7 @@ def gradients_that_add_up():
                 x, y = t.batch()
                 F.cross_entropy(t.model(x), y).backward()
             t.optimizer.step()
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -283,7 +291,7 @@ def two_passes_before_their_backward_passes():
             F.cross_entropy(second, d).backward()
             t.optimizer.step()
             t.found += [first.detach(), second.detach()]
-    return twins(train, lambda: small(nn.Dropout(0.3)))
+    return counterparts(train, lambda: small(nn.Dropout(0.3)))
 
 
 @case
@@ -294,11 +302,11 @@ def a_graph_that_is_retained():
             t.optimizer.zero_grad()
             output = t.model(x)
             F.cross_entropy(output, y).backward(retain_graph=True)
-            t.model(x)  # must not disturb what the second backward pass needs
+            t.model(x)  # must not change what the second backward pass needs
             output.square().sum().backward()
             t.optimizer.step()
             t.found.append(output.detach())
-    return twins(train, lambda: small(nn.Dropout(0.3)))
+    return counterparts(train, lambda: small(nn.Dropout(0.3)))
 
 
 class TwoHeads(nn.Module):
@@ -313,13 +321,15 @@ class TwoHeads(nn.Module):
 
 @case
 def an_output_that_is_used_later_only():
-    """Weights that no gradient reaches keep None: an optimizer with weight decay would move them otherwise."""
+    """Weights that no gradient reaches keep None: an optimizer with weight decay would change
+    them otherwise.
+    """
     def train(t):
         t.steps(8)
         t.found.append(torch.tensor([p.grad is None for p in t.model.other.parameters()]))
         t.steps(8, loss=lambda found, y: F.cross_entropy(found["other"], y))
         t.steps(8)
-    return twins(train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y))
+    return counterparts(train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y))
 
 
 @case
@@ -333,7 +343,7 @@ def autocast_of_the_script():
             loss.backward()
             t.optimizer.step()
             t.found.append(loss.detach())
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -345,7 +355,7 @@ def a_state_that_is_loaded_again():
         t.model.load_state_dict(state[0])
         t.optimizer.load_state_dict(state[1])
         t.steps(8)
-    return twins(train, small, optimizer="AdamW")
+    return counterparts(train, small, optimizer="AdamW")
 
 
 def json_free(state):
@@ -358,7 +368,7 @@ def a_rate_that_changes_now_and_then():
         for rate in (0.01, 0.005, 0.0025):
             t.optimizer.param_groups[0]["lr"] = rate
             t.steps(24)
-    return twins(train, small, optimizer="AdamW")
+    return counterparts(train, small, optimizer="AdamW")
 
 
 @case
@@ -369,7 +379,7 @@ def hooks_of_an_optimizer():
     def train(t):
         t.optimizer.register_step_post_hook(lambda *_: calls.append(t.recorded))
         t.steps(12)
-    off = twins(train, small, optimizer="RAdam", capturable=True)
+    off = counterparts(train, small, optimizer="RAdam", capturable=True)
     return off or ("" if calls.count(True) == calls.count(False) == 12 else f"{calls.count(True)} and {calls.count(False)} calls")
 
 
@@ -381,7 +391,7 @@ def a_scheduler_that_is_made_afterwards():
         for _ in range(3):
             t.steps(24)
             schedule.step()
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -389,7 +399,7 @@ def shapes_that_come_once():
     def train(t):
         for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
             t.step(rows=rows)
-    return twins(train, small)
+    return counterparts(train, small)
 
 
 @case
@@ -410,9 +420,9 @@ def memory_of_a_recording_is_counted_and_given_back():
 def hooks_of_the_script_keep_a_module_eager():
     model = small().to(DEVICE)
     model[0].register_forward_hook(lambda *_: None)
-    scene = Scene(torch, Listener(), Ledger())
-    scene.introduce([model], [], [])
-    answer = LEVER.applies(Facts(), scene)
+    context = TrainingContext(torch, Listener(), Ledger())
+    context.introduce([model], [], [])
+    answer = LEVER.applies(Facts(), context)
     return "" if isinstance(answer, Skip) and "has hooks on Linear" in answer.reason else repr(answer)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that a card punishes or hides, each made on purpose. Prints as JSON what came of each of them."""
+"""Mistakes that a card punishes or hides, each made on purpose. Prints the result of each as JSON."""
 
 import json
 import warnings
@@ -59,7 +59,7 @@ def a_result_read_before_it_arrived():
     early = pinned.clone()
     torch.cuda.synchronize()
     assert pinned.tolist() == [3.0] * 4
-    assert early.isnan().all(), "what is not there yet was read as if it were"
+    assert early.isnan().all(), "a value was read before it existed"
     raise RuntimeError("NaN until it arrived")
 
 

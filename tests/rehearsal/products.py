@@ -1,4 +1,7 @@
-"""On a card: which sizes the products over a vocabulary have, and which attention is asked for. Prints as JSON what was seen."""
+"""On a card: the sizes of the products over a vocabulary, and the kind of attention requested.
+
+Prints the results as JSON.
+"""
 
 import json
 import math
@@ -10,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.kernels.linear_cross_entropy.op import forward, linear_cross_entropy
 from flatout.levers.attention import LEVER
 
@@ -34,21 +37,23 @@ class Heard(TorchDispatchMode):
 
 
 def products(dtype, classes=CLASSES, tf32=False, bias=True):
-    """Largest sizes of the products, and how far loss and gradients are from those that are computed without longer rows."""
+    """The largest sizes of the products, and the distance of loss and gradients from those computed without
+    longer rows.
+    """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=draw).to(CARD, dtype) for shape in ((24, 8), (classes, 8)))
     target = torch.randint(classes, (24,), generator=draw).to(CARD)
-    x[3], target[3] = math.inf, -100  # what is ignored gives x no gradient, whatever it is
+    x[3], target[3] = math.inf, -100  # ignored rows give x no gradient, whatever they contain
     b = torch.randn(classes, generator=draw).to(CARD, dtype) if bias else None
-    with Heard() as heard:
+    with Heard() as observed:
         ours = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 0)
     plain = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 1)
     pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(ours, plain, strict=True)]
     same = [a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs]
     finite = bool(ours[2].float().isfinite().all().cpu())
     torch.backends.cuda.matmul.allow_tf32 = False
-    return {"sizes": sorted(heard.sizes), "same": all(same), "finite": finite}
+    return {"sizes": sorted(observed.sizes), "same": all(same), "finite": finite}
 
 
 class Attention(nn.Module):
@@ -63,24 +68,24 @@ class Attention(nn.Module):
 
 
 def attention():
-    """Forward passes and steps without a gradient: what the model gives is compared."""
+    """Forward passes and steps without a gradient: the outputs of the model are compared."""
     found = {}
     for name in ("plain", "lever"):
         torch.manual_seed(0)
         model, x = Attention().to(CARD), torch.randn(3, 6, 8).to(CARD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        scene = Scene(torch, Listener(), Ledger())
-        scene.introduce([model], [optimizer], [])
-        undo = LEVER.apply(scene, True, Ledger()) if name == "lever" else scene.ledger.restore
+        context = TrainingContext(torch, Listener(), Ledger())
+        context.introduce([model], [optimizer], [])
+        undo = LEVER.apply(context, True, Ledger()) if name == "lever" else context.ledger.restore
         losses = []
-        with Heard() as heard:
+        with Heard() as observed:
             for _ in range(4):
-                heard.triangle = False
+                observed.triangle = False
                 loss = F.mse_loss(model(x), x)
                 optimizer.step()
                 losses.append(float(loss.detach().cpu()))
         undo()
-        found[name] = {"losses": losses, "attention": heard.attention, "reports": scene.reports}
+        found[name] = {"losses": losses, "attention": observed.attention, "reports": context.reports}
     return found
 
 

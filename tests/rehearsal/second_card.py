@@ -1,4 +1,7 @@
-"""Parts of flatout at work for a model on the second card while the first is the current one. Prints as JSON what each check has to object to."""
+"""Parts of flatout that work for a model on the second card while the first is current.
+
+Prints the objections of each check as JSON.
+"""
 
 import contextlib
 import copy
@@ -11,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.capture import failing
+from flatout.capture import failure_details
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.engine.applier import Applier
-from flatout.engine.replay import Replay, random_state
+from flatout.engine.replay import StepReplayer, random_state
 from flatout.kernels.adamw.op import adamw_
 from flatout.kernels.augment.op import augment
 from flatout.kernels.layer_norm.op import layer_norm
@@ -28,9 +31,9 @@ from flatout.levers.tf32 import LEVER as TF32
 from flatout.loop.reduction import Recogniser
 from flatout.plan.errors import LoopError
 from flatout.plan.facts import Facts, Gpu
-from flatout.ranks.meeting import _backend_of_cuda
+from flatout.ranks.rendezvous import _backend_of_cuda
 from flatout.ranks.streams import Streams
-from flatout.saved.host import Offloading
+from flatout.saved.host import OffloadHooks
 
 DEVICE = torch.device("cuda:1")
 CHECKS = {}
@@ -41,14 +44,14 @@ def check(function):
     return function
 
 
-def scene(model, optimizer=None):
-    found = Scene(torch, Listener(), Ledger())
+def context(model, optimizer=None):
+    found = TrainingContext(torch, Listener(), Ledger())
     found.introduce([model], [optimizer] if optimizer else [], [])
     return found
 
 
 class Launches:
-    """Stands around a Triton kernel: on which device each launch finds itself."""
+    """Wraps a Triton kernel and records the current device of each launch."""
 
     def __init__(self, kernel):
         self.kernel, self.devices = kernel, []
@@ -90,7 +93,7 @@ def capability_is_asked_of_the_models_device():
     model = nn.Linear(4, 1).to(DEVICE)
     torch.cuda.get_device_capability = lambda device=None: asked.append(device) or really(device)
     for lever in (TF32, AUTOCAST):
-        lever.applies(Facts(), scene(model))
+        lever.applies(Facts(), context(model))
     torch.cuda.get_device_capability = really
     assert asked == [DEVICE, DEVICE]
 
@@ -99,8 +102,8 @@ def capability_is_asked_of_the_models_device():
 def data_may_fill_a_share_of_the_models_device():
     model = nn.Linear(4, 1).to(DEVICE)
     large, small = Gpu("large", 64 * 2**30, (9, 0)), Gpu("small", 8 * 2**30, (9, 0))
-    assert RESIDENT.applies(Facts(gpus=(large, small)), scene(model)).values == ({"mib": 2048},)
-    assert RESIDENT.applies(Facts(gpus=(small,)), scene(model)).values == ({"mib": 2048},)  # it alone was asked for
+    assert RESIDENT.applies(Facts(gpus=(large, small)), context(model)).values == ({"mib": 2048},)
+    assert RESIDENT.applies(Facts(gpus=(small,)), context(model)).values == ({"mib": 2048},)  # it was requested alone
 
 
 @check
@@ -109,10 +112,10 @@ def an_error_is_looked_at_on_the_device_that_it_names():
     try:
         torch.empty(2**40, dtype=torch.uint8, device=DEVICE)
     except torch.OutOfMemoryError as error:
-        seen = failing.look(error)
+        seen = failure_details.look(error)
     assert seen.facts["gpu"] == "Stand-in card 1"
     assert 4_000_000 <= seen.memory["parameters"] <= seen.memory["allocated"] < 50 * 2**20
-    assert failing.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"  # the fullest
+    assert failure_details.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"  # the fullest
     del held
 
 
@@ -120,11 +123,11 @@ def an_error_is_looked_at_on_the_device_that_it_names():
 def the_guard_keeps_its_results_on_the_host_where_the_models_card_is_nearly_full():
     model = nn.Linear(1024, 1024).to(DEVICE)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 1024, device=DEVICE)
-    found = scene(model, optimizer)
+    found = context(model, optimizer)
     step = [{"root": 0, "args": (x,), "kwargs": {}, "random": random_state(found), "autocast": ("cuda", torch.float16, False), "grads": {0: model(x).detach()}}]
 
     def devices():
-        played = Replay(found, Applier((), Facts(), found), copy.deepcopy(([model], [optimizer])), [0]).play([step])
+        played = StepReplayer(found, Applier((), Facts(), found), copy.deepcopy(([model], [optimizer])), [0]).play([step])
         return {str(tensor.device) for tensor in (*played.outputs[0], *played.gradients[0], *played.updates)}
 
     assert devices() == {"cuda:1"}
@@ -162,7 +165,7 @@ def ranks_draw_for_themselves_on_their_device():
 
 @check
 def ranks_with_a_card_each_exchange_over_nccl():
-    """Though the same card is the current one in both, as where a script never calls set_device."""
+    """The same card is the current one in both, as in scripts that never call set_device."""
     place, here = torch.distributed.HashStore(), SimpleNamespace(rank=0, world_size=2)
     backends = []
     for other in ("cuda:0", "cuda:1"):
@@ -173,7 +176,7 @@ def ranks_with_a_card_each_exchange_over_nccl():
 
 @check
 def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
-    """Where tensors are made on the card by default."""
+    """Tensors are made on the card by default."""
     torch.set_default_device(DEVICE)
     try:
         model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
@@ -186,7 +189,7 @@ def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
 
         step()
         for value in ("activations", "optimizer"):
-            undo = OFFLOAD.apply(scene(model, optimizer), value, Ledger())
+            undo = OFFLOAD.apply(context(model, optimizer), value, Ledger())
             step()
             assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] >= 2**20
             undo()
@@ -201,7 +204,7 @@ def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
 def tensors_of_two_cards_are_offloaded_beside_their_own_work():
     """A model in two halves, one on each card."""
     first, second = nn.Linear(256, 1024).to("cuda:0"), nn.Linear(1024, 256).to(DEVICE)
-    hooks, gradients = Offloading(torch, "cuda", least_bytes=1), []
+    hooks, gradients = OffloadHooks(torch, "cuda", least_bytes=1), []
     for offloaded in (False, True):
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack) if offloaded else torch.enable_grad():
             loss = functional.gelu(second(functional.gelu(first(torch.ones(64, 256, device="cuda:0"))).to(DEVICE))).square().mean()
@@ -242,7 +245,7 @@ def main():
         if torch.cuda.current_device():
             found[name] += "the current device has changed"
     print(json.dumps(found), flush=True)
-    os._exit(0)  # a thread of autograd that still frees objects of Python would end the process with a signal
+    os._exit(0)  # an autograd thread that still frees Python objects would end the process with a signal
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Programs one after another in one process, which imports torch once: ``several.py NAME ARGUMENTS... + NAME ARGUMENTS...``; a line `== N` goes before each."""
+"""Programs run one after another in one process that imports torch once:
+
+``several.py NAME ARGUMENTS... + NAME ARGUMENTS...``; a line `== N` precedes each.
+"""
 
 import runpy
 import sys

@@ -1,4 +1,6 @@
-"""The one command for a GPU: rows that fail, take too long or are done already; killed and started again."""
+"""The single command for a GPU: rows that fail, take too long or are done already; killed and
+started again.
+"""
 
 import json
 import signal
@@ -14,7 +16,7 @@ FIRST = "import pathlib; pathlib.Path('{0}/first').open('a').write('x'); print('
 SECOND = "import sys; print('almost'); sys.exit('the card has gone')"
 THIRD = "import time; print('begun', flush=True); time.sleep(600)"
 LAST = "import pathlib; pathlib.Path('{0}/last').open('a').write('x')"
-# The rows of the real command are replaced by these, and nothing else of it.
+# The rows of the real command are replaced by these, and nothing else.
 RUN = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("all_rows", {path!r})
@@ -48,7 +50,7 @@ def ran(command, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_row_that_fails_or_takes_too_long_says_so_and_the_rest_goes_on(command, tmp_path):
+def test_a_row_that_fails_or_times_out_is_reported_and_the_rest_continues(command, tmp_path):
     done = ran(command(), tmp_path)
     assert done.returncode == 1
     assert [state(tmp_path, name)["state"] for name in ("one", "two", "three", "four")] == ["done", "failed", "cut off", "done"]
@@ -56,7 +58,7 @@ def test_a_row_that_fails_or_takes_too_long_says_so_and_the_rest_goes_on(command
     assert (tmp_path / "states" / "three.log").read_text() == "begun\n"
 
 
-def test_started_again_it_goes_on_with_what_is_missing(command, tmp_path):
+def test_started_again_it_continues_with_the_missing_rows(command, tmp_path):
     first = subprocess.Popen(command(three_s=600), cwd=tmp_path, stdout=subprocess.DEVNULL)
     log = tmp_path / "states" / "three.log"
     end = time.monotonic() + 30
@@ -72,7 +74,7 @@ def test_started_again_it_goes_on_with_what_is_missing(command, tmp_path):
     assert (tmp_path / "all.tar.gz").stat().st_size > 0
 
 
-def test_no_row_begins_that_may_not_end_in_time(command, tmp_path):
+def test_no_row_starts_that_may_not_end_in_time(command, tmp_path):
     done = ran(command("--minutes", "1.02", three_s=600), tmp_path)
     assert "no time for three" in done.stdout
     assert (tmp_path / "first").exists()

@@ -1,4 +1,6 @@
-"""`--device` on a machine with two cards: a script that names the first one on the second, on the CPU, and where it names the right one already."""
+"""`--device` on a machine with two cards: a script that names the first card runs on the second and on the
+CPU, or names the right one already.
+"""
 
 import re
 
@@ -49,7 +51,9 @@ def edited(*edits):
 
 
 def test_a_script_for_one_card_trains_on_the_other(tmp_path):
-    """As its edited twin does there, bit for bit; and the twin itself is left alone, without a word."""
+    """The results are bitwise those of its edited copy there; the copy itself runs unchanged, without a
+    message.
+    """
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "twin.py").write_text(edited(*OTHER))
     plain = on_cards(tmp_path, "python", "twin.py")
@@ -63,7 +67,9 @@ def test_a_script_for_one_card_trains_on_the_other(tmp_path):
 
 
 def test_no_card_is_touched_on_the_cpu(tmp_path):
-    """What the machine without cards computes; and a script that chooses its cards itself chooses none."""
+    """The script computes what a machine without cards computes, and a script that chooses its own cards
+    chooses none.
+    """
     (tmp_path / "train.py").write_text(PROGRAM + "print(torch.cuda.is_initialized(), torch._C._cuda_getDeviceCount())")
     with_cards, without = (on_cards(tmp_path, "flatout", "run", "--device", "cpu", "train.py", cards=cards) for cards in (2, 0))
     assert with_cards.stdout.count("cpu cpu") == 4, with_cards.stderr
@@ -72,7 +78,7 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize(("device", "seen"), [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")])
-def test_levers_see_the_device_alone(tmp_path, device, seen):
+def test_levers_see_only_that_device(tmp_path, device, seen):
     (tmp_path / "train.py").write_text("import json, os\nprint([gpu['name'] for gpu in json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']])")
     assert on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py").stdout == f"{seen}\n"
 

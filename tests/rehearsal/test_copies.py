@@ -1,4 +1,6 @@
-"""Batches of a loader without workers come to a stand-in for a card without a wait, and are the plain ones."""
+"""Batches of a loader without workers reach a stand-in for a card without a wait, and equal the
+plain ones.
+"""
 
 import pytest
 from cards import PROGRAMS, needed, on_cards

@@ -1,4 +1,6 @@
-"""The lever `early_values` on a stand-in for cards: what a program reads is the plain program's, and a read waits for its own copy alone."""
+"""The lever `early_values` on a stand-in for cards: a program reads the plain program's values, and a read
+waits only for its own copy.
+"""
 
 import json
 import re
@@ -31,7 +33,7 @@ def test_a_read_is_right_whatever_happens(case, wrong):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What each program prints without flatout, and how often it waits for a card, by its lines."""
+    """The output of each program without flatout, and its waits for a card, by line."""
     folder = tmp_path_factory.mktemp("plain")
     argv = [part for run in RUNS.values() for part in ("+", *run)][1:]
     done = on_cards(folder, "python", str(HERE / "several.py"), *argv, waits=folder / "waits")
@@ -54,10 +56,10 @@ def test_no_line_changes(name, plain, tmp_path):
     assert "applied early_values" in done.stderr
     assert "early_values:" not in done.stderr
     own = sum(count for (call, _, _), count in waits_in(tmp_path / "waits").items() if call == "cudaEventSynchronize")
-    assert own >= 4 * (4 * 5 - 4), "the loss and three values beside it, in all steps but the first ones"
+    assert own >= 4 * (4 * 5 - 4), "the loss and three other values, in all steps but the first ones"
 
 
-def test_reads_wait_for_their_copies_alone(plain, tmp_path):
+def test_reads_wait_only_for_their_copies(plain, tmp_path):
     done = on_cards(tmp_path, *WITH, "python", *GAN, waits=tmp_path / "waits", kernel_us=100)
     assert done.stdout.splitlines() == plain[0]["two models on the second card"]
     reads = sum(count for (call, file, _), count in plain[1].items() if call == "cudaStreamSynchronize" and file == GAN[0])

@@ -1,4 +1,7 @@
-"""Steps that are recorded as CUDA graphs give the plain program's lines. The cards are a stand-in, whose graphs compute with its own kernels."""
+"""Steps recorded as CUDA graphs give the plain program's lines.
+
+The cards are a stand-in, whose graphs compute with its own kernels.
+"""
 
 import json
 import re
@@ -22,27 +25,27 @@ def program(arguments):
     return [str(PROGRAMS / "recorded.py"), "--epochs", "4", *arguments]
 
 
-def told(text):
+def info(text):
     return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What each program prints without flatout."""
+    """The output of each program without flatout."""
     everything = [*RUNS.values(), MOVING, PENALTY]
     argv = [part for arguments in everything for part in ("+", *program(arguments))][1:]
     done = on_cards(tmp_path_factory.mktemp("plain"), "python", str(HERE / "several.py"), *argv)
     assert done.returncode == 0, done.stderr
-    parts = [told(part) for part in re.split(r"^== \d+$", done.stdout, flags=re.M)[1:]]
+    parts = [info(part) for part in re.split(r"^== \d+$", done.stdout, flags=re.M)[1:]]
     return {" ".join(arguments): part for arguments, part in zip(everything, parts, strict=True)}
 
 
 def recorded(tmp_path, arguments):
-    """Its lines with the step recorded, how many graphs there were and how often they were replayed, and what flatout said."""
+    """Its lines with the step recorded, the numbers of graphs and replays, and flatout's messages."""
     done = on_cards(tmp_path, "flatout", "run", "--with", "graphs", "python", str(HERE / "counted.py"), *program(arguments))
     assert done.returncode == 0, done.stderr[-3000:]
     counts = re.search(r"graphs: (\d+) recorded, (\d+) replayed", done.stderr)
-    return told(done.stdout), int(counts[1]), int(counts[2]), done.stderr
+    return info(done.stdout), int(counts[1]), int(counts[2]), done.stderr
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -62,7 +65,7 @@ def values(line):
 
 
 @pytest.mark.parametrize("arguments", [MOVING, PENALTY], ids=["a rate that moves in every step", "a gradient that is differentiated now and then"])
-def test_what_is_rounded_otherwise_stays_close(arguments, plain, tmp_path):
+def test_different_rounding_stays_close(arguments, plain, tmp_path):
     lines, graphs, replays, _ = recorded(tmp_path, arguments)
     assert replays > 60 > 4 * graphs
     for line, other in zip(lines, plain[" ".join(arguments)], strict=True):
@@ -88,7 +91,7 @@ def came(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recorded_module_does_what_its_plain_twin_does(name, came):
+def test_a_recorded_module_does_what_its_plain_copy_does(name, came):
     assert came[name] == ""
 
 

@@ -1,4 +1,7 @@
-"""What flatout measures and says of programs that train on a card. The cards are a stand-in, whose kernels take a set time."""
+"""Measurements and reports of flatout on programs that train on a card.
+
+The cards are a stand-in, whose kernels take a set time.
+"""
 
 import json
 import re
@@ -45,20 +48,22 @@ def test_tune_measures_the_levers_of_a_card(tmp_path):
 
 
 def test_a_trial_measures_an_optimizer_that_calls_its_closure(tmp_path):
-    """It calls it for so long that its passes are what is measured: from the middle of the first step on, by the card's clock."""
+    """It calls the closure for so long that its passes are measured: from the middle of the first step on, by
+    the card's clock.
+    """
     done = on_cards(tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"), "--pause", "0.4")
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"8 steps measured after \d+ warm-up steps, [\d.]+ ms per backward", done.stdout + done.stderr)
 
 
-def test_memory_and_time_are_those_of_the_models_card_without_what_we_take_of_them(tmp_path, monkeypatch):
+def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_path, monkeypatch):
     for name, value in surroundings(kernel_us=50).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
     command = understand([sys.executable, "train.py", GAN, "--device", "cuda:1"])
     with Trial(command, TrialFolder(tmp_path / "trial"), Plan(), Facts(), table="flatout.diagnose.what_ifs:TABLE") as trial:
-        assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # a card of its own that is all but empty
+        assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # its own card, which is almost empty
         before = trial.ask({"do": "record"}, seconds() + LIMIT_S)["record"]["peak_memory_bytes"]
         assert trial.ask({"do": "replica", "choices": []}, seconds() + LIMIT_S)["replica"]["checks"]
         assert trial.switch([Choice("syncs", "all")], seconds() + LIMIT_S)["applied"]
@@ -72,20 +77,20 @@ def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
     done = on_cards(tmp_path, "flatout", "profile", "--steps", "8", "--budget", "12s", "--json", "python", "train.py", GAN, "--device", "cuda:1", kernel_us=50)
     assert done.returncode == 0, done.stderr[-3000:]
     profile = json.loads(done.stdout)
-    reads = {(Path(each["place"]["file"]).name, each["place"]["line"]) for each in profile["crossings"] if each["kind"] == "item"}
+    reads = {(Path(each["place"]["file"]).name, each["place"]["line"]) for each in profile["synchronisations"] if each["kind"] == "item"}
     assert reads == {("gan.py", line_of(GAN, "critic_loss.item()"))}
-    assert "synchronize" not in {each["kind"] for each in profile["crossings"]}, "the clock's own wait at the end of a block"
+    assert "synchronize" not in {each["kind"] for each in profile["synchronisations"]}, "the clock's own wait at the end of a block"
     assert 0 < profile["memory"]["peak_bytes"] < 2**21, "the second card's memory, not the first one's"
-    assert not profile["leak"]["leaking"], "the losses that we keep are not the program's"
+    assert not profile["leak"]["leaking"], "the losses that flatout keeps are not the program's"
     assert sum(phase["share"] for phase in profile["phases"].values()) < 1.05
 
 
-def test_memory_is_foretold_as_the_allocator_hands_it_out(tmp_path):
+def test_predicted_memory_matches_the_allocator(tmp_path):
     done = on_cards(tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN, "--device", "cuda:1")
     assert done.returncode == 0, done.stderr[-3000:]
-    foretold = json.loads(done.stdout)
-    assert (foretold["device"], foretold["limit_of"]) == ("cuda", "Stand-in card 1")
-    measured = [point for point in foretold["points"] if point["measured_bytes"]]
+    predicted = json.loads(done.stdout)
+    assert (predicted["device"], predicted["limit_of"]) == ("cuda", "Stand-in card 1")
+    measured = [point for point in predicted["points"] if point["measured_bytes"]]
     assert measured
     for point in measured:
         assert abs(point["peak_bytes"] / point["measured_bytes"] - 1) < 0.05, point

@@ -1,4 +1,7 @@
-"""Levers that choose other products on a card: longer rows of logits for Tensor Cores, and fused attention. The cards are a stand-in."""
+"""Levers that choose other products on a card: longer rows of logits for Tensor Cores, and fused attention.
+
+The cards are a stand-in.
+"""
 
 import json
 from pathlib import Path
@@ -18,12 +21,15 @@ def seen(tmp_path_factory):
 
 @pytest.mark.parametrize(("program", "sizes"), [("bfloat16", [320]), ("float16", [320]), ("tf32", [320]), ("float32", [257]), ("aligned", [264])])
 def test_products_over_a_vocabulary_have_sizes_that_tensor_cores_like(seen, program, sizes):
-    """And where no Tensor Core multiplies, or the vocabulary is a multiple already, nothing is longer. A row that is ignored may be infinite."""
+    """Where no Tensor Core multiplies, or the vocabulary is already a multiple, nothing is longer.
+
+    An ignored row may be infinite.
+    """
     assert seen[program] == {"sizes": sizes, "same": True, "finite": True}
 
 
 def test_attention_on_a_card(seen):
-    """A causal mask is known from the third step on; nobody waits for it before."""
+    """A causal mask is recognised from the third step on, without an earlier wait for it."""
     plain, lever = seen["attention"]["plain"], seen["attention"]["lever"]
     assert lever["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert lever["reports"] == plain["attention"] == []

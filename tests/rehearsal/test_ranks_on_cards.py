@@ -1,4 +1,6 @@
-"""Two ranks of torchrun on two stand-ins for cards: levers on their own DistributedDataParallel are switched in both after the same step."""
+"""Two ranks of torchrun on two stand-ins for cards: levers on their own DistributedDataParallel are switched
+in both after the same step.
+"""
 
 import json
 from pathlib import Path
@@ -15,6 +17,6 @@ def test_ranks_on_cards_switch_together(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["device"], found["status"], found["skipped"]) == ("cuda", "finished", [])
-    together = min(map(len, found["told"]))
+    together = min(map(len, found["info"]))
     assert together > 36
-    assert found["told"][0][:together] == found["told"][1][:together]
+    assert found["info"][0][:together] == found["info"][1][:together]

@@ -1,4 +1,6 @@
-"""Programs that train on a card give the same lines under flatout: with no plan, with levers, after an interruption. The cards are a stand-in."""
+"""Programs that train on a card give the same lines under flatout: without a plan, with levers, after an
+interruption. The cards are a stand-in.
+"""
 
 import importlib.util
 import os
@@ -26,8 +28,8 @@ RUNS = {
 }
 OF_TRAINERS = {"lightning": "lightning", "hugging face": "transformers"}
 MISSING = {name for name, package in OF_TRAINERS.items() if importlib.util.find_spec(package) is None}
-ONE_CARD = {"hugging face": 1}  # it would spread itself over both through NCCL, which has no stand-in
-# What wraps torch's functions, and what makes batches itself, where tensors are made on the card by default.
+ONE_CARD = {"hugging face": 1}  # it would use both through NCCL, which has no stand-in
+# Code that wraps torch's functions, or makes batches itself, where tensors are made on the card by default.
 ATTACHED = {"default device": ["--resume", "--with", "resident_data", "--with", "loader={workers=1,pin=true}"]}
 TELLS_OF_THE_FIRST_CARD = '''
 import atexit, runpy, sys, torch
@@ -40,22 +42,22 @@ EXACT = ["loader={workers=1,pin=true}", "resident_data", "gc_pause", "allocator"
 
 def lines(done):
     assert done.returncode == 0, done.stderr[-3000:]
-    return told(done.stdout)
+    return info(done.stdout)
 
 
-def told(text):
+def info(text):
     return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What each program prints without flatout."""
+    """The output of each program without flatout."""
     folder, found = tmp_path_factory.mktemp("plain"), {}
     for names in ([name for name in RUNS if name not in ONE_CARD | dict.fromkeys(MISSING)], [name for name in ONE_CARD if name not in MISSING]):
         argv = [part for name in names for part in ("+", *RUNS[name])][1:]
         done = on_cards(folder, "python", str(HERE / "several.py"), *argv, cards=ONE_CARD.get(names[0], 2))
         assert done.returncode == 0, done.stderr
-        found |= {name: told(part) for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)}
+        found |= {name: info(part) for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)}
     assert all(found.values())
     return found
 
@@ -76,7 +78,7 @@ def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(plain
     for lever in ("resident_data", "offload"):
         assert re.search(rf"applied[^;]*\b{lever}\b", attached.stderr), attached.stderr
     assert "on the first card: 0 bytes" in attached.stderr
-    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), attached.stderr  # what the second one has held
+    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), attached.stderr  # the memory that the second one has held
 
 
 def test_attaching_adds_no_wait(plain, tmp_path):
@@ -96,7 +98,7 @@ def test_exact_levers_change_no_line(levers, plain, tmp_path):
     for lever in levers:
         name = lever.split("=")[0]
         assert re.search(rf"applied[^;]*\b{name}\b", done.stderr), done.stderr
-        assert f"{name}:" not in done.stderr, "what it could not do"
+        assert f"{name}:" not in done.stderr, "messages about what it could not do"
 
 
 def test_the_loop_tries_levers_on_the_second_card(tmp_path):
@@ -106,7 +108,7 @@ def test_the_loop_tries_levers_on_the_second_card(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["second card", "closure"])
-def test_an_interrupted_run_goes_on_to_the_same_lines(name, plain, tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_lines(name, plain, tmp_path):
     command = ["run", "--plan", "none", "--resume", "python", *RUNS[name]]
     said = interrupted(tmp_path, 3, *command)
     again = on_cards(tmp_path, "flatout", *command)
@@ -119,4 +121,4 @@ def test_a_program_that_does_not_fit_says_so_in_torchs_words(tmp_path):
     done = on_cards(tmp_path, "flatout", "run", "--plan", "none", "python", *SMALL_RESNET, mib=64)
     assert done.returncode == 1
     assert "torch.OutOfMemoryError: CUDA out of memory" in done.stderr
-    assert os.linesep + "flatout" in done.stderr  # and what mends it
+    assert os.linesep + "flatout" in done.stderr  # and the fix

@@ -1,4 +1,6 @@
-"""A model on the second card, where the first is the current device: whatever acts on it, or asks for its memory, means that one."""
+"""A model on the second card while the first is the current device: everything that acts on its device, or
+reads its memory, uses the second.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""The stand-in for a card keeps CUDA's rules: what a card punishes is punished, and what it only sometimes shows is always shown."""
+"""The stand-in for a card keeps CUDA's rules: mistakes that a card punishes are punished, and those that it
+shows only sometimes always show.
+"""
 
 import json
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""A real browser without a window, spoken to over two pipes (the Chrome DevTools Protocol): enough to open a page, look, and listen.
+"""A real headless browser, driven over two pipes (the Chrome DevTools Protocol): enough to open a page,
+inspect it and record its events.
 
-Nothing but the browser itself is needed. Source: https://chromedevtools.github.io/devtools-protocol/, and ``--remote-debugging-pipe``.
+Only the browser itself is needed. Source: https://chromedevtools.github.io/devtools-protocol/, and
+``--remote-debugging-pipe``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page of one browser. ``events`` holds what it said while commands were answered."""
+    """One page of one browser. ``events`` holds the events that arrived while commands were answered."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.to_browser, self.from_browser = to_browser, from_browser
@@ -39,19 +41,19 @@ class Browser:
     session = ""
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to one command. Raises RuntimeError with the browser's own words."""
+        """The answer to one command. Raises RuntimeError with the browser's own message."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params, **({"sessionId": self.session} if self.session else {})}
         os.write(self.to_browser, json.dumps(message).encode() + b"\0")
         while True:
-            heard = self._hear()
-            if heard.get("id") == self.number:
-                if "error" in heard:
-                    raise RuntimeError(f"{method}: {heard['error']['message']}")
-                return heard["result"]
-            self.events.append(heard)
+            observed = self._observe()
+            if observed.get("id") == self.number:
+                if "error" in observed:
+                    raise RuntimeError(f"{method}: {observed['error']['message']}")
+                return observed["result"]
+            self.events.append(observed)
 
-    def _hear(self) -> dict[str, Any]:
+    def _observe(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
             more = os.read(self.from_browser, 1 << 16)
             if not more:
@@ -61,20 +63,20 @@ class Browser:
         return json.loads(first)
 
     def open(self, path: Path, width: int, dark: bool) -> None:
-        """Show a file in a window of this width, and wait until it is laid out."""
+        """Show a file in a window of this width and wait until it is laid out."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
         self.events.clear()
         self.ask("Page.navigate", url=path.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
-            self.events.append(self._hear())
+            self.events.append(self._observe())
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression of ours says of the page."""
+        """The value of a JavaScript expression on the page."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, refusals of the security policy."""
+        """Errors and warnings of the console, exceptions, blocks by the security policy."""
         said = []
         for event in self.events:
             params = event.get("params", {})
@@ -85,7 +87,7 @@ class Browser:
         return said
 
     def requests(self) -> list[str]:
-        """Every address that the page asked for, its own included."""
+        """Every address that the page requested, including its own."""
         return [event["params"]["request"]["url"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
 
     def screenshot(self, path: Path) -> Path:
@@ -100,7 +102,8 @@ def browser(program: str) -> Iterator[Browser]:
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
     home = tempfile.mkdtemp(prefix="flatout-browser-")
-    # The browser reads commands from descriptor 3 and answers on 4; bash moves them there whatever numbers they have now.
+    # The browser reads commands from descriptor 3 and answers on 4; bash moves them there whatever their
+    # numbers are.
     words = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={home}",
              "--no-first-run", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars"]
     process = subprocess.Popen(["bash", "-c", f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"', "-", *words], pass_fds=(theirs_in, theirs_out),

@@ -1,4 +1,4 @@
-"""Three sessions as they lie on disk. The figures in them are invented: they are there to be shown, not to be believed."""
+"""Three sessions as stored on disk. Their figures are invented: they are for display and are no results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 @pytest.fixture
 def recorded() -> Callable[[str], SessionRecord]:
-    """``recorded("session")``: one that found a Plan; also "failed", and "empty" (just begun)."""
+    """``recorded("session")``: one that found a Plan; also "failed", and "empty" (just started)."""
 
     def read(name: str) -> SessionRecord:
         return SessionRecord.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Findings in four forms: for a person, for a program, for GitHub and as SARIF."""
+"""Findings in four forms: for users, for programs, for GitHub and as SARIF."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.console import Console
 
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
-from flatout.plan.findings import Finding, Place, Severity
-from flatout.probe.program import Program
+from flatout.plan.findings import Finding, Severity, SourceLocation
+from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text
 
-PLACE = Place("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
+PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
 FOUND = [
-    Finding("FL001", "zero_grad_missing", Severity.WRONG.value, "never cleared: 100% wrong,\nsaid in two lines", PLACE, mend="a()\nb()",
-            others=[Place("b.py", 7)]),
+    Finding("FL001", "zero_grad_missing", Severity.WRONG.value, "never cleared: 100% wrong,\nsaid in two lines", PLACE, fix="a()\nb()",
+            others=[SourceLocation("b.py", 7)]),
     Finding("FL101", "host_sync_every_step", Severity.TIME.value, "waits [red]always[/red]", PLACE, levers=["loader"]),
     Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
 ]
-RULES = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to mend it"), rule.severity.value) for rule in TABLE]
+RULES = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to fix it"), rule.severity.value) for rule in TABLE]
 
 
 def shown(findings: list[Finding], width: int = 100) -> str:
@@ -36,14 +36,14 @@ def test_the_caret_stands_under_its_column():
     lines = shown(FOUND).splitlines()
     at = lines.index("      x = y.item()")
     assert lines[at + 1] == "      ^"
-    far = Finding("FL001", "a", Severity.WRONG.value, "far", Place("a.py", 1, 5 + 400, "", "y" * 400 + "Z" + "y" * 400, 4))
+    far = Finding("FL001", "a", Severity.WRONG.value, "far", SourceLocation("a.py", 1, 5 + 400, "", "y" * 400 + "Z" + "y" * 400, 4))
     line, caret = shown([far]).splitlines()[4:6]
     assert line[caret.index("^")] == "Z"
     assert len(line) < 200
 
 
-def test_foreign_text_is_shown_and_not_obeyed():
-    text = shown([Finding("FL001", "a", Severity.WRONG.value, "[bold]x\x1b[2J", Place("\x1b[31ma.py", 1, 1, "", "\x1b]0;title\x07"))])
+def test_foreign_text_is_shown_and_not_interpreted():
+    text = shown([Finding("FL001", "a", Severity.WRONG.value, "[bold]x\x1b[2J", SourceLocation("\x1b[31ma.py", 1, 1, "", "\x1b]0;title\x07"))])
     assert "\x1b" not in text
     assert "[bold]x" in text
 
@@ -63,7 +63,9 @@ def test_github_commands_are_one_line_each_and_escaped():
 
 
 def sarif_complaints(log: dict) -> list[str]:
-    """What SARIF 2.1.0 requires of a log, for the objects that are used here (the standard's own names and types)."""
+    """The requirements of SARIF 2.1.0 for a log, for the objects used here (with the standard's own names and
+    types).
+    """
     found = []
 
     def want(condition: bool, words: str) -> None:
@@ -95,7 +97,7 @@ def sarif_complaints(log: dict) -> list[str]:
     return found
 
 
-def test_sarif_is_what_the_standard_requires():
+def test_sarif_meets_the_standard():
     log = json.loads(sarif_text(FOUND, RULES))
     assert sarif_complaints(log) == []
     assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["FL001", "FL101", "FD001"]
@@ -104,7 +106,7 @@ def test_sarif_is_what_the_standard_requires():
 
 @pytest.mark.parametrize("spoil", [lambda log: log.pop("version"), lambda log: log["runs"][0]["results"][0].update(ruleIndex=1),
                                    lambda log: log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"].update(startLine=0)])
-def test_a_spoilt_log_is_seen(spoil):
+def test_a_broken_log_is_detected(spoil):
     log = json.loads(sarif_text(FOUND, RULES))
     spoil(log)
     assert sarif_complaints(log) != []
@@ -112,19 +114,19 @@ def test_a_spoilt_log_is_seen(spoil):
 
 @pytest.mark.parametrize("rule", [rule for rule in TABLE if rule.look], ids=lambda rule: rule.code)
 def test_every_rules_finding_goes_through_every_form(rule):
-    found = check(Program.of_text(rule.section("Bad")))
+    found = check(ScriptProgram.of_text(rule.section("Bad")))
     assert shown(found)
     assert sarif_complaints(json.loads(sarif_text(found, RULES))) == []
     assert len(list(github_lines(found))) == len(found)
     for finding in found:
         assert finding.said[0] != " "
         assert len(finding.said) < 250
-        assert finding.mend, "say what to do"
+        assert finding.fix, "say what to do"
 
 
 @given(st.text(), st.text(), st.integers(0, 500), st.integers(0, 80))
 def test_no_text_breaks_a_form(said, line, column, indent):
-    finding = Finding("FL001", "a", Severity.WRONG.value, said, Place("a.py", 1, column, "", line, indent), mend=said)
+    finding = Finding("FL001", "a", Severity.WRONG.value, said, SourceLocation("a.py", 1, column, "", line, indent), fix=said)
     assert shown([finding])
     assert "\n" not in next(iter(github_lines([finding])))
     json.loads(sarif_text([finding], RULES))

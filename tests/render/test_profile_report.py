@@ -1,4 +1,6 @@
-"""The page of a profile: what it shows, that nothing foreign gets in, and how a real browser sees it."""
+"""The page of a profile: its contents, its protection from foreign text, and its display in a
+real browser.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from test_render_report import Page
 
 from flatout.diagnose.ranking import judge
 from flatout.diagnose.rules import TABLE
-from flatout.plan.profile import Crossing, Leak, ProfileRecord
+from flatout.plan.profile import MemoryGrowth, ProfileRecord, SyncRecord
 from flatout.plan.records import Ratio
 from flatout.render.profile_report import profile_html
 
@@ -22,14 +24,14 @@ GROWS = [2.0**26 + 98_000 * i + 20_000 * (i % 3) for i in range(14)]
 
 
 def ill() -> ProfileRecord:
-    """A profile with several faults, so that every part of the page is there."""
+    """A profile with several faults, so that every part of the page is present."""
     changes = {**ILL["slow_fetch"][0], **ILL["not_finite"][0], "what_ifs": what_ifs(loader=GAIN, syncs=Ratio(1.3, 1.2, 1.4, 20)),
-               "crossings": [Crossing("item", LINE, 2.0, 2.4), Crossing("to device", LINE, 1.0, 0.2, 2**20, False, True)],
-               "leak": Leak(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=GROWS), "notes": ["no roof was measured"]}
+               "synchronisations": [SyncRecord("item", LINE, 2.0, 2.4), SyncRecord("to device", LINE, 1.0, 0.2, 2**20, False, True)],
+               "leak": MemoryGrowth(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=GROWS), "notes": ["no roof was measured"]}
     record = healthy(**changes)
     record.findings = judge(record, TABLE)
     record.findings[1].measured = Ratio(1.7, 1.6, 1.8, 6)
-    # As long as real ones are: a page must not become wider than its screen by them.
+    # As long as real ones are: they must not make a page wider than its screen.
     record.findings[2].place = replace(LINE, file="/job/" + "a_folder_with_a_long_name/" * 4 + "train.py", text="x" * 150)
     record.findings[2].evidence.append("y" * 200)
     return record
@@ -39,7 +41,7 @@ def words_of(record: ProfileRecord) -> str:
     return " ".join(Page(profile_html(record)).words)
 
 
-def test_findings_come_with_line_mend_prediction_and_outcome():
+def test_findings_come_with_line_fix_prediction_and_outcome():
     page = words_of(ill())
     for words in ("Not finite", "FL161", "train.py:12 in __getitem__", "image = decode(self.files[i])",
                   "1.80x (1.60–2.00) predicted, 1.70x (1.60–1.80) measured", "cached_prefix", "list `losses`",
@@ -48,11 +50,11 @@ def test_findings_come_with_line_mend_prediction_and_outcome():
     assert page.index("Not finite") < page.index("Slow fetch") < page.index("Loss kept with graph")
 
 
-def test_places_are_told_from_the_folder_of_the_program():
+def test_places_are_relative_to_the_folder_of_the_program():
     assert "/job/" not in words_of(ill()).partition("folder")[0]
 
 
-def test_every_picture_is_drawn():
+def test_every_chart_is_drawn():
     html = profile_html(ill())
     for label in ("Phases of a step", "loader: 1.80x", "Roofline: ", "What fills the peak", "Memory over a step", "Memory at the same point of 14 steps"):
         assert f'aria-label="{label}' in html, label
@@ -105,16 +107,18 @@ def test_foreign_text_stays_text():
         return thing
 
     html = profile_html(poison(copy.deepcopy(ill())))
-    Page(html)  # refuses tags that are not ours
+    Page(html)  # rejects unknown tags
     assert "alert(1)" in html
     assert "<script" not in html
 
 
 def test_a_real_browser_shows_it(tmp_path):
-    """Light and dark, on a wide and on a narrow screen: no complaint in the console, no request but the page itself, nothing cut off."""
+    """Light and dark, on a wide and on a narrow screen: no console message, no request except the page
+    itself, nothing cut off.
+    """
     program = find_browser()
     if program is None:
-        pytest.skip("there is no chromium on this machine; the page was not seen by a browser")
+        pytest.skip("there is no chromium on this machine; no browser has displayed the page")
     path = tmp_path / "report.html"
     path.write_text(profile_html(ill()), encoding="utf-8")
     seen = set()
@@ -129,4 +133,4 @@ def test_a_real_browser_shows_it(tmp_path):
                 background, ink = window.value("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
                 assert (sum(map(int, re.findall(r"\d+", background))) < sum(map(int, re.findall(r"\d+", ink)))) == dark
                 seen.add(window.screenshot(tmp_path / f"{width}_{dark}.png").read_bytes())
-    assert len(seen) == 4, "two of the four pictures are the same"
+    assert len(seen) == 4, "two of the four charts are the same"

@@ -1,4 +1,4 @@
-"""Time against memory: what is drawn, and what is told, of any points."""
+"""Time against memory: the chart and the text for any points."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flatout.plan.records import Point, Ratio, SessionRecord
-from flatout.render import story
+from flatout.plan.records import Ratio, SessionRecord, TimeMemoryPoint
+from flatout.render import summary
 from flatout.render.frontier import frontier_plot
 from flatout.render.report import report_html
 from flatout.render.terminal import session_tables
@@ -20,12 +20,12 @@ MIB = 2**20
 
 def limited(**more):
     session = SessionRecord(["python", "train.py"], "", {}, status="done", memory_limit_bytes=100 * MIB, **more)
-    session.frontier = [Point("plain", 150 * MIB), Point("recompute(ops=cheap)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
-                        Point("recompute(blocks=1.0)", 40 * MIB, Ratio(0.75, 0.7, 0.8, 4), True), Point("offload", None, note="it failed")]
+    session.frontier = [TimeMemoryPoint("plain", 150 * MIB), TimeMemoryPoint("recompute(ops=cheap)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
+                        TimeMemoryPoint("recompute(blocks=1.0)", 40 * MIB, Ratio(0.75, 0.7, 0.8, 4), True), TimeMemoryPoint("offload", None, note="it failed")]
     return session
 
 
-def test_the_picture_marks_the_limit_and_what_was_taken():
+def test_the_chart_marks_the_limit_and_what_was_taken():
     plot = frontier_plot(limited())[1]
     assert plot.count("mark total") == 1
     assert plot.count("mark kept") == 1
@@ -37,10 +37,10 @@ def test_the_picture_marks_the_limit_and_what_was_taken():
     assert dots[0] > line > dots[1]
 
 
-def test_the_page_and_the_terminal_tell_it():
+def test_the_page_and_the_terminal_show_it():
     session = limited(speedup=Ratio(0.95, 0.9, 1.0, 3))
     session.guard.verdict = "same"
-    assert story.headline(session) == "Fits into 100 MiB, at 0.95 times the speed, same results"
+    assert summary.headline(session) == "Fits into 100 MiB, at 0.95 times the speed, same results"
     page = report_html(session)
     assert "Time against memory" in page
     assert "1.05x (1.00–1.11)" in page
@@ -52,8 +52,8 @@ def test_the_page_and_the_terminal_tell_it():
     assert "flatout run python train.py" in said
 
 
-@pytest.mark.parametrize("points", [[], [Point("plain", 5)]])
-def test_few_points_make_no_picture(points):
+@pytest.mark.parametrize("points", [[], [TimeMemoryPoint("plain", 5)]])
+def test_few_points_make_no_chart(points):
     session = limited()
     session.frontier = points
     assert frontier_plot(session) is None
@@ -67,7 +67,7 @@ numbers = st.one_of(st.none(), st.integers(-(2**70), 2**70), st.floats(), st.jus
 @given(peaks=st.lists(numbers, max_size=4), ratios=st.lists(numbers, min_size=12, max_size=12), limit=numbers)
 def test_any_numbers(peaks, ratios, limit):
     session = limited()
-    session.frontier = [Point("<b>x", peak, Ratio(*ratios[3 * at: 3 * at + 3], 3)) for at, peak in enumerate(peaks)]
+    session.frontier = [TimeMemoryPoint("<b>x", peak, Ratio(*ratios[3 * at: 3 * at + 3], 3)) for at, peak in enumerate(peaks)]
     session.memory_limit_bytes = limit
     page = report_html(session)
     assert "<b>x" not in page

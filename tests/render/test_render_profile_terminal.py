@@ -1,4 +1,4 @@
-"""A profile in a terminal: the bound first, foreign text as text, and nothing where nothing was seen."""
+"""A profile in a terminal: the bound first, foreign text as text, and no section without data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import io
 
 from rich.console import Console
 
-from flatout.plan.findings import Finding, Place
-from flatout.plan.profile import Crossing, Leak, LoaderSeen, MemorySeen, Operation, ProfileRecord, WhatIf
+from flatout.plan.findings import Finding, SourceLocation
+from flatout.plan.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord, WhatIf
 from flatout.plan.records import PhaseTime, Ratio
 from flatout.render.profile_terminal import headline, next_step, profile_tables
 
-PLACE = Place("/home/me/[red]train.py", 12, function="main", text="loss = model(x)")
+PLACE = SourceLocation("/home/me/[red]train.py", 12, function="main", text="loss = model(x)")
 
 
 def shown(profile: ProfileRecord, width: int = 100) -> str:
@@ -28,15 +28,15 @@ def full() -> ProfileRecord:
         what_ifs=[WhatIf("loader", Ratio(2.5, 2.4, 2.6, 8), 5.0), WhatIf("copies", why_not="the program trains on the CPU")],
         operations=[Operation("aten::addmm", 4.0, 2.0, share=0.7, dtypes=["float32"], roofline=0.55, limit="compute", place=PLACE, tensor_cores=False)],
         operators_a_step=80.0, operator_us=12.0, python_ms=1.5, flops_a_step=2.5e9, mfu=0.31,
-        crossings=[Crossing("item", PLACE, 2.0, 0.4), Crossing("to device", PLACE, 1.0, 0.2, 64.0, False, False)],
+        synchronisations=[SyncRecord("item", PLACE, 2.0, 0.4), SyncRecord("to device", PLACE, 1.0, 0.2, 64.0, False, False)],
         loaders=[LoaderSeen(PLACE, made=3, begun=9, workers=2, wait_ms=7.5, start_ms=40.0, fetch_ms=6.0, slow_place=PLACE, slow_share=0.8)],
         memory=MemorySeen("host", 3 * 2**20, {"parameters": 2**20, "activations": 2**21, "other": 0}, {"body.0": 2**20}, PLACE),
-        leak=Leak(4096.0, 1e-7, True, "list `losses` of main()", PLACE, True, steps=24), gc_calls=0.5, gc_ms=0.2, gc_longest_ms=3.0,
+        leak=MemoryGrowth(4096.0, 1e-7, True, "list `losses` of main()", PLACE, True, steps=24), gc_calls=0.5, gc_ms=0.2, gc_longest_ms=3.0,
         findings=[Finding("FL150", "slow_loader", "wasted time", "the loader is slow", PLACE, predicted=Ratio(2.5, 2.4, 2.6, 8))], notes=["a note"],
     )
 
 
-def test_what_is_said_first_and_last():
+def test_the_first_and_last_lines():
     assert headline(full()).startswith("data-bound: 12.5 ms a step, 5,120 samples/s.")
     text = shown(full())
     assert text.startswith("data-bound: 12.5 ms")
@@ -46,7 +46,7 @@ def test_what_is_said_first_and_last():
     assert next_step(calm)[1] == "flatout tune python train.py --name 'a b'"
 
 
-def test_everything_that_was_seen_is_there():
+def test_everything_measured_is_shown():
     text = shown(full(), width=200)
     for words in (
         "2.50x (2.40-2.60, n=8) as fast, 5.00 ms a step", "not measured: the program trains on the CPU", "addmm float32 (no Tensor Cores)", "55%",
@@ -57,7 +57,7 @@ def test_everything_that_was_seen_is_there():
         "a note", "1.80x as long",
     ):
         assert words in text, words
-    assert "copy" not in text.split("what-ifs")[0]  # a phase that never was
+    assert "copy" not in text.split("what-ifs")[0]  # a phase without data
 
 
 def test_a_narrow_terminal_and_an_empty_record():

@@ -1,4 +1,4 @@
-"""What a session says of its ranks, and of levers tried by name."""
+"""The report of a session on its ranks, and on levers tried by name."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from flatout.plan.records import Ratio
-from flatout.render import ranks_story, story
+from flatout.render import ranks_summary, summary
 
 
-def test_ranks_beside_one_process(recorded):
+def test_ranks_compared_with_one_process(recorded):
     session = recorded("session")
-    assert ranks_story.summary(session) == "2 ranks are 1.62 times as fast as one process (1.55–1.70): 81 % of 2 times its speed."
-    assert ranks_story.rows(session.ranks) == [
+    assert ranks_summary.summary(session) == "2 ranks are 1.62 times as fast as one process (1.55–1.70): 81 % of 2 times its speed."
+    assert ranks_summary.rows(session.ranks) == [
         ("rank 0, node0", "1.20 ms", "88.0 ms", "22.8 ms", "32.0"), ("rank 1, node1", "14.0 ms", "93.0 ms", "5.00 ms", "32.0"),
     ]
-    said = ranks_story.remarks(session.ranks)
+    said = ranks_summary.remarks(session.ranks)
     assert said[0] == "Each rank contributes 4.50 MiB of gradients to the exchange in each step."
     assert said[1].startswith("9.1 ms of a step of 112.0 ms go into waiting")
     assert said[1].endswith("for its data, the others 1.2 ms.")
@@ -34,18 +34,18 @@ def test_ranks_beside_one_process(recorded):
 def test_ranks_that_surprise(recorded, ratio, why_not, said):
     session = recorded("session")
     session.ranks = replace(session.ranks, ratio=ratio, why_not=why_not)
-    assert said in ranks_story.summary(session)
+    assert said in ranks_summary.summary(session)
 
 
-def test_ranks_that_go_evenly_or_were_not_heard(recorded):
+def test_ranks_that_are_even_or_were_not_measured(recorded):
     found = recorded("session").ranks
-    assert ranks_story.remarks(replace(found, imbalance=""))[1] == "The ranks are balanced: none is waited for more than the others."
+    assert ranks_summary.remarks(replace(found, imbalance=""))[1] == "The ranks are balanced: none is waited for more than the others."
     unheard = replace(found, imbalance="", paces=[], sent_bytes=0.0, why_not="the pace could not be heard")
-    assert ranks_story.remarks(unheard) == ["The pace could not be heard."]
-    assert ranks_story.rank_bars(replace(found, paces=[])) is None
+    assert ranks_summary.remarks(unheard) == ["The pace could not be heard."]
+    assert ranks_summary.rank_bars(replace(found, paces=[])) is None
 
 
 def test_levers_by_name(recorded):
-    first, second = map(story.named_sentence, recorded("session").named)
+    first, second = map(summary.named_sentence, recorded("session").named)
     assert first == "1.31x (1.20–1.40, n=4) as fast; after 10 losses its loss is 1.41, the plain program's is 1.38 (mean of the last 1)."
     assert second == "not measured: the program does not survive it."

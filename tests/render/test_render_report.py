@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flatout.plan.enums import Effect
 from flatout.plan.records import PhaseTime, Prediction, Ratio, SessionRecord
-from flatout.plan.words import Effect
 from flatout.render import report_html
 
 OURS = frozenset(
@@ -32,7 +32,7 @@ MAX_BYTES = 500_000
 
 
 class Page(HTMLParser):
-    """Reads a page as a browser would, and refuses what our pages never hold."""
+    """Parses a page as a browser would, and rejects content that the pages never have."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -95,18 +95,18 @@ def test_every_session_makes_a_page(recorded, name, words):
         assert word in page.text
 
 
-def test_the_page_tells_every_lever_and_every_contest(recorded):
+def test_the_page_shows_every_lever_and_every_comparison(recorded):
     session = recorded("session")
     page = checked(session)
     for lever in session.levers:
         assert lever.name in page.text
         assert lever.reason in page.text
-    for contest in session.contests:
-        assert contest.plan in page.text
+    for comparison in session.comparisons:
+        assert comparison.plan in page.text
 
 
-def test_the_page_says_what_each_effect_is_and_what_has_fewer_bits(recorded):
-    """The tuner's sentence is on the page as it is in the terminal, and each lever has its effect in words."""
+def test_the_page_explains_each_effect_and_names_levers_with_fewer_bits(recorded):
+    """The page has the tuner's sentence from the terminal, and describes the effect of each lever."""
     session = recorded("session")
     session.message = "1.34x (1.30-1.39, n=6) as fast, with the same results up to bfloat16 products"
     for lever, effect in zip(session.levers, Effect, strict=False):
@@ -125,14 +125,14 @@ def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
     assert "Break-even" not in text
 
 
-def test_what_was_predicted_stands_beside_what_was_measured(recorded):
+def test_predictions_are_compared_with_measurements(recorded):
     session = recorded("session")
     assert "Predictions of the profile" not in checked(session).text
     session.predictions = [Prediction("FL151", "optimizer_share", Ratio(1.2, 1.1, 1.3, 9), "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
                            Prediction("FL150", "data_wait", Ratio(1.8, 1.6, 2.0, 9))]
     text = checked(session).text
     assert "optimizer share 1.20x (1.10–1.30) 1.15x (1.10–1.20) fused_optimizer" in text
-    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), "the largest promise comes first"
+    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), "the largest predicted gain comes first"
 
 
 def test_a_failed_guard_never_recommends_the_plan(recorded):
@@ -174,12 +174,12 @@ def test_curves_of_any_length(recorded, count):
     session.guard.plain_losses = [[2.0 + seed + 1 / (i + 1) for i in range(count)] for seed in range(5)]
     session.guard.tuned_losses = [[2.0 + 1 / (i + 1) for i in range(count)]]
     text = checked(session).text
-    assert text.count("Training loss") == 1 + (count > 0)  # one is of a lever by name
+    assert text.count("Training loss") == 1 + (count > 0)  # one belongs to a lever by name
     assert ("coincide everywhere" in text) == (count > 0)
     assert ("Each point is the mean of 9 losses; 2,000 were compared." in text) == (count == 2000)
 
 
-def test_losses_that_are_no_numbers_are_gaps_and_are_counted(recorded):
+def test_nan_losses_are_gaps_and_are_counted(recorded):
     session = recorded("session")
     session.guard.plain_losses = [[3.0, 2.0, 1.5, 1.4]]
     session.guard.tuned_losses = [[3.0, 2.0, math.nan, math.inf]]
@@ -189,7 +189,9 @@ def test_losses_that_are_no_numbers_are_gaps_and_are_counted(recorded):
 
 
 def strings(value: Any, text: str, keep: frozenset[str] = frozenset()) -> Any:
-    """The same record with ``text`` for every string: values, items of lists, and the keys of what is a free mapping."""
+    """The same record with ``text`` for every string: values, items of lists, and the keys of
+    free mappings.
+    """
     if isinstance(value, str):
         return text
     if isinstance(value, list):
@@ -201,7 +203,7 @@ def strings(value: Any, text: str, keep: frozenset[str] = frozenset()) -> Any:
 
 
 HOSTILE = ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "</style></title></svg><script>", "{{ 7*7 }}{% for %}", "]]><!--"]
-SPICE = ["", "\ud800", "\x1b[31m", "\u202e", "<b a='\">"]  # what a drawn text seldom holds
+SPICE = ["", "\ud800", "\x1b[31m", "\u202e", "<b a='\">"]  # what generated text seldom contains
 WORDS = frozenset({"status", "verdict", "effect", "how"})
 
 

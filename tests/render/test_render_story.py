@@ -7,39 +7,39 @@ import math
 import pytest
 
 from flatout.plan.records import Ratio
-from flatout.render import story, wording
+from flatout.render import formatting, summary
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (wording.figure(412.6), "413"),
-        (wording.figure(0.0312), "0.0312"),
-        (wording.figure(1840.2), "1,840"),
-        (wording.figure(None), "–"),
-        (wording.figure(math.nan), "–"),
-        (wording.figure(True), "–"),
-        (wording.figure(2.4e-7, 2), "2.4e-07"),
-        (wording.short(1.0), "1"),
-        (wording.times(1.3449), "1.34x"),
-        (wording.times(38.21), "38.2x"),
-        (wording.interval(1.2, None), ""),
-        (wording.duration(0.25), "250 ms"),
-        (wording.duration(9.14), "9.1 s"),
-        (wording.duration(59.7), "1 min 00 s"),
-        (wording.duration(3780), "1 h 03 min"),
-        (wording.size(512), "512 bytes"),
-        (wording.size(1_463_812_096), "1.36 GiB"),
-        (wording.signed(-0.04, 1), "0.0"),
-        (wording.signed(-41.0, 1), "−41.0"),
-        (wording.day("2026-11-21T06:26:11+00:00"), "2026-11-21 06:26 UTC"),
-        (wording.day("yesterday"), "yesterday"),
-        (wording.several(1, "step"), "1 step"),
-        (wording.setting(False), "off"),
-        (wording.legible("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
-        (wording.legible("x" * 700)[-2:], " …"),
-        (wording.shell(["python", "a  b.py"]), "python 'a  b.py'"),
+        (formatting.figure(412.6), "413"),
+        (formatting.figure(0.0312), "0.0312"),
+        (formatting.figure(1840.2), "1,840"),
+        (formatting.figure(None), "–"),
+        (formatting.figure(math.nan), "–"),
+        (formatting.figure(True), "–"),
+        (formatting.figure(2.4e-7, 2), "2.4e-07"),
+        (formatting.short(1.0), "1"),
+        (formatting.times(1.3449), "1.34x"),
+        (formatting.times(38.21), "38.2x"),
+        (formatting.interval(1.2, None), ""),
+        (formatting.duration(0.25), "250 ms"),
+        (formatting.duration(9.14), "9.1 s"),
+        (formatting.duration(59.7), "1 min 00 s"),
+        (formatting.duration(3780), "1 h 03 min"),
+        (formatting.size(512), "512 bytes"),
+        (formatting.size(1_463_812_096), "1.36 GiB"),
+        (formatting.signed(-0.04, 1), "0.0"),
+        (formatting.signed(-41.0, 1), "−41.0"),
+        (formatting.day("2026-11-21T06:26:11+00:00"), "2026-11-21 06:26 UTC"),
+        (formatting.day("yesterday"), "yesterday"),
+        (formatting.several(1, "step"), "1 step"),
+        (formatting.setting(False), "off"),
+        (formatting.legible("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
+        (formatting.legible("x" * 700)[-2:], " …"),
+        (formatting.shell(["python", "a  b.py"]), "python 'a  b.py'"),
     ],
 )
 def test_spelling(said, expected):
@@ -64,7 +64,7 @@ def test_spelling(said, expected):
 def test_headline(recorded, status, speedup, verdict, expected):
     session = recorded("session")
     session.status, session.speedup, session.guard.verdict = status, speedup, verdict
-    assert story.headline(session) == expected
+    assert summary.headline(session) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,35 +78,35 @@ def test_headline(recorded, status, speedup, verdict, expected):
 def test_payback(recorded, steps, warm, expected):
     session = recorded("session")
     session.payback_steps, session.best.warmup_ms = steps, warm
-    assert story.payback_sentence(session) == expected
+    assert summary.payback_sentence(session) == expected
 
 
 def test_bars_add_up_to_the_step(recorded):
     session = recorded("session")
-    assert sum(part.ms for part in story.parts(session.baseline)) == pytest.approx(session.baseline.step_ms, rel=0.01)
+    assert sum(part.ms for part in summary.parts(session.baseline)) == pytest.approx(session.baseline.step_ms, rel=0.01)
 
 
 def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
     session = recorded("session")
     session.speedup, session.best = None, session.baseline  # what the tuner writes when nothing won
-    rows = story.before_after(session)
-    assert not story.both_sides(rows)
+    rows = summary.before_after(session)
+    assert not summary.both_sides(rows)
     assert [row.plain for row in rows][:2] == ["413 ms", "310 samples/s"]
 
 
 def test_other_programs_are_named(recorded):
     session = recorded("session")
-    assert story.other_programs(session) == ""
+    assert summary.other_programs(session) == ""
     session.disturbance = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
-    assert story.other_programs(session) == f"{session.disturbance}; on an idle machine another plan may be the fastest"
+    assert summary.other_programs(session) == f"{session.disturbance}; on an idle machine another plan may be the fastest"
 
 
-def test_what_could_not_be_seen_is_no_verdict(recorded):
+def test_an_unknown_result_is_no_verdict(recorded):
     session = recorded("session")
     session.speedup, session.undecided, session.obstacle = None, True, "there was no time to measure a lever; give --budget 3m"
-    assert story.headline(session) == "No verdict is possible now"
+    assert summary.headline(session) == "No verdict is possible now"
     session.message = "no verdict is possible now: one pair confirms nothing"
-    assert story.message(session) == "One pair confirms nothing."
+    assert summary.message(session) == "One pair confirms nothing."
 
 
 @pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster with the other levers"), ("applied", 0.98, "probably faster with the other levers"),
@@ -114,16 +114,16 @@ def test_what_could_not_be_seen_is_no_verdict(recorded):
 def test_why_a_lever_is_applied(recorded, status, low, says):
     lever = recorded("session").levers[0]
     lever.status, lever.low, lever.reason = status, low, ""
-    assert story.because(lever).startswith(says) if says else not story.because(lever)
+    assert summary.because(lever).startswith(says) if says else not summary.because(lever)
 
 
 def test_a_message_of_many_lines_is_a_sentence_and_its_details(recorded):
     session = recorded("failed")
-    assert story.message(session) == "The program fails by itself (exit code 1), before flatout changes anything:"
-    assert story.details(session).startswith("Traceback")
+    assert summary.message(session) == "The program fails by itself (exit code 1), before flatout changes anything:"
+    assert summary.details(session).startswith("Traceback")
     session.message = "it failed:\n" + "x" * 9000 + "\nValueError: the end"
-    assert len(story.details(session)) <= story.MAX_DETAILS
-    assert story.details(session).endswith("ValueError: the end")
+    assert len(summary.details(session)) <= summary.MAX_DETAILS
+    assert summary.details(session).endswith("ValueError: the end")
 
 
 def test_elements_escape_text_and_attributes():

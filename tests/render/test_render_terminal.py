@@ -1,4 +1,6 @@
-"""The tables of the terminal: complete, within their width, and deaf to orders in foreign text."""
+"""The tables of the terminal: complete, within their width, and safe from control sequences in
+foreign text.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
+from flatout.plan.enums import Origin
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import LeverRecord, SessionRecord
-from flatout.plan.words import Origin
 from flatout.render import plan_table, session_tables, why_left_out
 
 RECORD = json.loads((Path(__file__).parent / "session.json").read_text(encoding="utf-8"))
@@ -60,7 +62,7 @@ def test_levers_below_their_reason_and_the_left_out_ones_in_a_line(recorded):
         assert words in text
 
 
-def test_our_own_words_are_ascii(recorded):
+def test_our_own_text_is_ascii(recorded):
     text = "\n".join(shown(session_tables(recorded("session")), 80))
     assert all(sign.isascii() or sign == "─" for sign in text)
 
@@ -72,7 +74,7 @@ def test_a_command_is_shown_as_it_must_be_typed(recorded):
     assert shown(session_tables(session))[-1] == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
 
 
-def test_foreign_text_gives_no_orders(recorded):
+def test_foreign_text_cannot_control_the_terminal(recorded):
     session = recorded("session")
     session.message = "[bold red]loud[/] \x1b[31mred\x1b[0m \x07"
     session.levers = [LeverRecord("[link=x]a[/link]", "[/]", "applied", 1.1, 1.0, 1.2, 3, "[reverse]x\x9b2J")]

@@ -91,10 +91,10 @@ def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int
         said = [*up_to(said, went_on_after(killed)), *killed.out.splitlines()]
     for name, text in trap.between.items():
         (work / name).write_text(text)
-    told = [json.loads(path.read_text())["told"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
+    metadata = [json.loads(path.read_text())["metadata"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
     again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
     lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
-    return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in told])
+    return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in metadata])
 
 
 def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
@@ -120,12 +120,12 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
     if again.code:
         return Lives("crashed", f"{again.code}: {last(again.err)}")
     after = went_on_after(again)
-    told = again.out.splitlines()
-    differs = "" if told and told == lines[-len(told):] else f"{told[-1:]} instead of {lines[-1:]}"
-    why = strange(up_to(killed, after), told) if trap.itself else differs
+    metadata = again.out.splitlines()
+    differs = "" if metadata and metadata == lines[-len(metadata):] else f"{metadata[-1:]} instead of {lines[-1:]}"
+    why = strange(up_to(killed, after), metadata) if trap.itself else differs
     if why:
         return Lives("WRONG", why, after)
-    return Lives("right", "", after) if after else Lives("anew", "; ".join(exact))
+    return Lives("right", "", after) if after else Lives("from_scratch", "; ".join(exact))
 
 
 def went_on_after(life: Done) -> int:
@@ -142,19 +142,19 @@ def up_to(lines: list[str], after: int) -> list[str]:
     return [line for line in lines if not line.startswith("step ")] + steps if after else []
 
 
-def strange(killed: list[str], told: list[str]) -> str:
+def strange(killed: list[str], metadata: list[str]) -> str:
     """The contradictions in what the runs report about themselves.
 
     The first report at the start must equal the last report at the end, and their control flow must lead to
     the same end.
     """
-    began = [line.removeprefix("began ") for line in (*killed, *told) if line.startswith("began ")]
-    ended = [line.removeprefix("end ") for line in told if line.startswith("end ")]
+    began = [line.removeprefix("began ") for line in (*killed, *metadata) if line.startswith("began ")]
+    ended = [line.removeprefix("end ") for line in metadata if line.startswith("end ")]
     if not ended or "False" in ended[-1]:
-        return f"{told[-1:]}"
+        return f"{metadata[-1:]}"
     if began and began[0] != ended[-1]:
         return f"began with {began[0]}, ended with {ended[-1]}"
-    steps = [line for line in (*killed, *told) if line.startswith("step ")]
+    steps = [line for line in (*killed, *metadata) if line.startswith("step ")]
     if steps:
         if [int(line.split()[1]) for line in steps] != list(range(STEPS)):
             return f"steps {steps}"

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted import SITE
 
-from flatout.cli.resuming import Ranks, newest_of_all
-from flatout.state.appointment import AHEAD, Appointment
+from flatout.cli.exact_resume import ResumeRanks, newest_of_all
+from flatout.state.save_schedule import AHEAD, SaveSchedule
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed")
@@ -121,14 +121,14 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     # moment.
     monkeypatch.setenv("FLATOUT_JOB", str(tmp_path / "job"))
     (folder,) = (tmp_path / "kept").glob("*/rescue")
-    ranks = Ranks(torch, 1, RANKS, RANKS, folder)
+    ranks = ResumeRanks(torch, 1, RANKS, RANKS, folder)
     (manifest,) = folder.glob("rank-1/step-00000012/manifest.json")
-    told = json.loads(manifest.read_text())
-    monkeypatch.setattr(sys, "orig_argv", ["python", *told["told"]["program"]])
+    metadata = json.loads(manifest.read_text())
+    monkeypatch.setattr(sys, "orig_argv", ["python", *metadata["metadata"]["program"]])
     assert newest_of_all(folder, ranks)[0].step == 12
-    (group,) = told["told"]["ranks"]["met"]
-    told["told"]["ranks"]["met"][group] += 1
-    manifest.write_text(json.dumps(told))
+    (group,) = metadata["metadata"]["ranks"]["met"]
+    metadata["metadata"]["ranks"]["met"][group] += 1
+    manifest.write_text(json.dumps(metadata))
     save, why_not = newest_of_all(folder, ranks)
     assert save.step < 12 if save is not None else "its ranks have no checkpoints from the same moment" in why_not
 
@@ -150,7 +150,7 @@ def test_ranks_with_point_to_point_messages_are_not_resumed(tmp_path):
 @settings(max_examples=50)
 def test_ranks_that_are_never_more_than_a_step_apart_save_after_the_same_steps(tmp_path_factory, turns):
     path = str(tmp_path_factory.mktemp("page") / "page")
-    ranks = [Appointment(path, leads=True), Appointment(path, leads=False)]
+    ranks = [SaveSchedule(path, leads=True), SaveSchedule(path, leads=False)]
     assert ranks[0].launch == ranks[1].launch
     steps, saved, wanted = [0, 0], ([], []), []
     for rank, wants in turns:

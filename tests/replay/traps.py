@@ -628,7 +628,7 @@ trap("two_optimizers", """
         second.step()
     end(*other.parameters())
 """)
-trap("optimizer_made_anew", """
+trap("optimizer_made_again", """
     for epoch in range(6):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05 / (epoch + 1))
         for step in range(4):

@@ -1,4 +1,6 @@
-"""Repeated blocks computed twice: found by structure, the same bit for bit, left alone where twice would not be once."""
+"""Repeated blocks computed twice: found by structure, bitwise the same, left alone where a second computation
+would differ.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flatout.saved.blocks import Block, repeated, spread, why_not  # noqa: E402
+from flatout.saved.blocks import RecomputedBlock, repeated, spread, why_not  # noqa: E402
 
 WIDTH = 8
 
@@ -36,10 +38,10 @@ class Stack(nn.Module):
 
 
 def again(model):
-    """The model with its blocks run through Block; what they report."""
+    """The model with its blocks run through Block, and their reports."""
     said = []
     for module in repeated(torch, model):
-        block, forward = Block(torch, module, said.append), module.forward
+        block, forward = RecomputedBlock(torch, module, said.append), module.forward
         module.forward = lambda *args, block=block, forward=forward, **kwargs: block.forward(forward, args, kwargs)
     return said
 
@@ -70,18 +72,20 @@ def test_blocks_are_found_by_structure():
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda width: nn.BatchNorm1d(width, momentum=None), nn.LayerNorm,
                                   lambda width: nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))],
                          ids=["batch", "cumulative", "layer", "spectral"])
-def test_twice_is_as_once_bit_for_bit(norm):
-    """Dropout draws the same numbers, running statistics move once, what has a state of its own is left alone."""
+def test_computing_twice_equals_once_bit_for_bit(norm):
+    """Dropout uses the same random numbers, running statistics change once, and blocks with their own state
+    are left alone.
+    """
     torch.manual_seed(0)
     model = Stack(*(Residual(norm) for _ in range(3)))
-    twin = copy.deepcopy(model)
-    said = again(twin)
-    for plain, mine in zip(trained(model), trained(twin), strict=True):
+    counterpart = copy.deepcopy(model)
+    said = again(counterpart)
+    for plain, mine in zip(trained(model), trained(counterpart), strict=True):
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True))
     assert bool(said) == any("parametrizations" in name for name, _ in model.named_modules())
-    twin.eval()
+    counterpart.eval()
     model.eval()
-    assert torch.equal(twin(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
+    assert torch.equal(counterpart(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
 
 
 class Changing(Residual):
@@ -108,18 +112,18 @@ class Listing(Residual):
 
 
 @pytest.mark.parametrize(("kind", "says"), [(Changing, "changes its own input"), (Counting, "from call to call"), (Listing, "from call to call")])
-def test_a_block_for_which_twice_is_not_once_is_left_alone(kind, says):
+def test_a_block_that_cannot_run_twice_is_left_alone(kind, says):
     torch.manual_seed(0)
     model = Stack(kind(), kind())
-    twin = copy.deepcopy(model)
-    said = again(twin)
-    for plain, mine in zip(trained(model), trained(twin), strict=True):
+    counterpart = copy.deepcopy(model)
+    said = again(counterpart)
+    for plain, mine in zip(trained(model), trained(counterpart), strict=True):
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True))
     assert len(said) == 2
     assert all(says in sentence for sentence in said)
 
 
-def test_what_is_seen_without_running():
+def test_facts_known_without_running():
     block = Residual()
     assert why_not(torch, block) == ""
     block.first.register_forward_hook(lambda *_: None)

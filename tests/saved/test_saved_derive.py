@@ -1,4 +1,6 @@
-"""What follows from another saved tensor is not kept: fewer bytes, the same gradients bit for bit, and the plain program's errors."""
+"""Tensors that follow from another saved tensor are not kept: fewer bytes, bitwise the same gradients, and
+the plain program's errors.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flatout.saved.derive import Deriving  # noqa: E402
+from flatout.saved.rederive import SavedTensorRederiver  # noqa: E402
 
 WIDTH = 12
 
 
 class Norm(nn.Module):
-    """A layer normalisation of the script's own: its epsilon is written into its forward."""
+    """The script's own layer normalisation, with its epsilon written into its forward."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Images(nn.Module):
-    """[B, L, W] as images of one row, through normalisations of channels."""
+    """[B, L, W] as images of one row, through channel normalisations."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +87,7 @@ def gradients(forward, model, x, autocast=False):
 
 
 class Meter:
-    """Bytes that autograd keeps beside parameters, at the end of a forward pass."""
+    """Bytes that autograd keeps in addition to parameters, at the end of a forward pass."""
 
     def __init__(self, model):
         self.known = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -114,11 +116,11 @@ class Meter:
 @given(names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5), share=st.sampled_from([0.0, 0.34, 1.0]), autocast=st.booleans())
 def test_any_network_has_the_same_gradients_bit_for_bit(names, share, autocast):
     model, x = network(names), torch.randn(2, 5, WIDTH)
-    twin, deriving = copy.deepcopy(model), None
-    deriving = Deriving(torch, share)
+    counterpart, deriving = copy.deepcopy(model), None
+    deriving = SavedTensorRederiver(torch, share)
     for _ in range(2):  # tried first, then trusted
         plain = gradients(model, model, x, autocast)
-        mine = gradients(lambda given: deriving.forward(twin, (given,), {}), twin, x, autocast)
+        mine = gradients(lambda given: deriving.forward(counterpart, (given,), {}), counterpart, x, autocast)
         assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
 
 
@@ -129,7 +131,7 @@ def test_it_keeps_less(names, share, most):
     model, x = network(names), torch.randn(32, 64, WIDTH)
     with Meter(model) as plain:
         model(x)
-    deriving = Deriving(torch, share)
+    deriving = SavedTensorRederiver(torch, share)
     with Meter(model) as mine:
         deriving.forward(model, (x,), {})
     assert deriving.derived >= 3
@@ -138,9 +140,9 @@ def test_it_keeps_less(names, share, most):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_that_are_frozen_or_come_first(bias):
-    """Autograd saves a side of a product only where the other side needs a gradient."""
+    """Autograd saves an operand of a product only where the other operand needs a gradient."""
     first = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.GELU(), nn.Linear(4 * WIDTH, 8 * WIDTH, bias=bias), nn.GELU(), nn.Linear(8 * WIDTH, 2))
-    deriving, x = Deriving(torch, 1.0), torch.randn(3, 4, WIDTH)
+    deriving, x = SavedTensorRederiver(torch, 1.0), torch.randn(3, 4, WIDTH)
     for frozen in (False, True, False):
         first[2].requires_grad_(not frozen)
         grads = []
@@ -156,31 +158,31 @@ def test_a_share_lies_between():
     kept = []
     for share in (0.0, 0.34, 0.67, 1.0):
         with Meter(model) as meter:
-            Deriving(torch, share).forward(model, (x,), {})
+            SavedTensorRederiver(torch, share).forward(model, (x,), {})
         kept.append(meter.bytes)
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
 
 
-def test_what_does_not_come_out_bit_for_bit_is_kept():
-    """An epsilon that nobody knows, and an output that was changed without a word to autograd."""
+def test_tensors_that_cannot_be_derived_bitwise_are_kept():
+    """An unknown epsilon, and an output that was changed without autograd's knowledge."""
     class Strange(nn.Module):
         def forward(self, x):
             y = nn.functional.layer_norm(x, (WIDTH,), eps=0.123)
             y.data.mul_(2)
             return nn.functional.gelu(y) @ torch.ones(WIDTH, WIDTH, requires_grad=True)
 
-    model, deriving = nn.Sequential(nn.Linear(WIDTH, WIDTH), Strange()), Deriving(torch)
+    model, deriving = nn.Sequential(nn.Linear(WIDTH, WIDTH), Strange()), SavedTensorRederiver(torch)
     x = torch.randn(3, 4, WIDTH)
     plain = gradients(model, model, x)
     mine = gradients(lambda given: deriving.forward(model, (given,), {}), model, x)
     assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
-    assert deriving.derived == 1  # GELU's output; the normalisation's is as it was
+    assert deriving.derived == 1  # GELU's output; the normalisation's is unchanged
 
 
-def test_a_saved_tensor_that_was_changed_is_an_error_as_without_it():
+def test_a_changed_saved_tensor_is_the_plain_error():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    for forward in (model, lambda x: Deriving(torch).forward(model, (x,), {})):
+    for forward in (model, lambda x: SavedTensorRederiver(torch).forward(model, (x,), {})):
         output = forward(torch.randn(3, WIDTH))
         output.data  # noqa: B018
         with torch.no_grad():
@@ -189,10 +191,10 @@ def test_a_saved_tensor_that_was_changed_is_an_error_as_without_it():
             output.sum().backward()
 
 
-def test_hooks_of_the_script_get_what_is_kept():
+def test_hooks_of_the_script_get_the_kept_tensors():
     model, x = network(["mlp"]), torch.randn(3, 4, WIDTH)
     plain = gradients(model, model, x)
-    deriving, packed, unpacked = Deriving(torch), [], []
+    deriving, packed, unpacked = SavedTensorRederiver(torch), [], []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: unpacked.append(1) or tensor):
         mine = gradients(lambda given: deriving.forward(model, (given,), {}), model, x)
     assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
@@ -202,7 +204,7 @@ def test_hooks_of_the_script_get_what_is_kept():
 
 def test_nothing_is_held_after_the_backward_pass_and_backward_may_come_twice():
     model, x = network(["norm", "attention", "mlp"]), torch.randn(3, 4, WIDTH)
-    deriving, held = Deriving(torch, 1.0), []
+    deriving, held = SavedTensorRederiver(torch, 1.0), []
     model[2].register_forward_hook(lambda module, args, output: held.append(weakref.ref(output)))
     loss = deriving.forward(model, (x,), {}).square().mean()
     loss.backward(retain_graph=True)

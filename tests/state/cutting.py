@@ -18,12 +18,12 @@ BEFORE, MIDDLE, AFTER, REFUSED = "before", "in the middle", "after", "refused"
 
 
 class Calls:
-    """Replaces the calls of ``os`` that change the disk in this process, and reports each to ``heard`` before
+    """Replaces the calls of ``os`` that change the disk in this process, and reports each to ``observed`` before
     and after.
     """
 
-    def __init__(self, heard: Callable[..., None]) -> None:
-        self.heard, self.really = heard, {name: getattr(os, name) for name in CALLS}
+    def __init__(self, observed: Callable[..., None]) -> None:
+        self.observed, self.really = observed, {name: getattr(os, name) for name in CALLS}
 
     def __enter__(self) -> Calls:
         for name in CALLS:
@@ -40,13 +40,13 @@ class Calls:
         def call(*args, **kwargs):
             if name == "open" and not args[1] & os.O_CREAT:
                 return really(*args, **kwargs)
-            self.heard(BEFORE, name, args, kwargs)
+            self.observed(BEFORE, name, args, kwargs)
             try:
                 found = really(*args, **kwargs)
             except OSError:
-                self.heard(REFUSED, name, args, kwargs)
+                self.observed(REFUSED, name, args, kwargs)
                 raise
-            self.heard(AFTER, name, args, kwargs, found)
+            self.observed(AFTER, name, args, kwargs, found)
             return found
 
         return call
@@ -69,11 +69,11 @@ def points(act: Callable[[], object]) -> list[str]:
     """The calls that ``act`` makes; this runs it."""
     found: list[str] = []
 
-    def heard(when, name, *rest):
+    def observed(when, name, *rest):
         if when == BEFORE:
             found.append(name)
 
-    with Calls(heard):
+    with Calls(observed):
         act()
     return found
 
@@ -84,7 +84,7 @@ def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
     """
     count = -1
 
-    def heard(moment, name, args, kwargs, *found):
+    def observed(moment, name, args, kwargs, *found):
         nonlocal count
         if moment == BEFORE:
             count += 1
@@ -93,7 +93,7 @@ def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
         if count == number and (moment == when or (moment, when) in ((BEFORE, MIDDLE), (REFUSED, AFTER))):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    calls = Calls(heard)
+    calls = Calls(observed)
 
     def child():
         with calls:
@@ -129,7 +129,7 @@ class Disk:
     def __init__(self, root: Path, like: Path | None = None) -> None:
         self.root, self.top = root, self._read(like or root)
         self.handles: dict[int, Node] = {}
-        self.heard: list[tuple[str, tuple, dict, object]] = []
+        self.observed: list[tuple[str, tuple, dict, object]] = []
 
     def _read(self, path: Path) -> Node:
         node = Node(path.is_dir())
@@ -144,7 +144,7 @@ class Disk:
     # -- recording
 
     def record(self, act: Callable[[], object]) -> None:
-        def heard(when, name, args, kwargs, *found):
+        def observed(when, name, args, kwargs, *found):
             if when != AFTER:
                 return
             if name in ("write", "pwrite"):
@@ -153,16 +153,16 @@ class Disk:
             folder = None
             if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode):
                 folder = os.readlink(f"/proc/self/fd/{args[0]}")
-            self.heard.append((name, args, {"where": where, "folder": folder}, found[0]))
+            self.observed.append((name, args, {"where": where, "folder": folder}, found[0]))
 
-        with Calls(heard):
+        with Calls(observed):
             act()
 
     # -- replaying
 
     def after(self, count: int) -> Disk:
         """The disk after the first ``count`` recorded calls."""
-        for name, args, more, found in self.heard[:count]:
+        for name, args, more, found in self.observed[:count]:
             self._do(name, args, more, found)
         return self
 

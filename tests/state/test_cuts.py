@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, in_a_child, killed_at, points
 
-from flatout.state.saves import Saves, believed
+from flatout.state.checkpoints import CheckpointFolder, verified
 from flatout.state.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
@@ -25,13 +25,13 @@ def state(step):
 
 
 def save(folder: Path, step: int, keep: int = 2) -> None:
-    with Saves(folder, keep=keep) as saves:
+    with CheckpointFolder(folder, keep=keep) as saves:
         saves.write("test", step, {"": pack(torch, state(step)), "other": pack(torch, {"step": step})})
 
 
 def is_one_of(folder: Path, steps) -> int:
     """The newest checkpoint is that of one of these steps, bit for bit, and no checkpoint was skipped."""
-    newest, bad = Saves(folder).newest()
+    newest, bad = CheckpointFolder(folder).newest()
     assert bad == []
     assert newest is not None
     assert newest.step in steps
@@ -65,8 +65,8 @@ def test_killed_at_any_call_that_changes_the_disk(tmp_path):
         folder = copied(before, tmp_path / "cut")
         assert killed_at(at, when, lambda folder=folder: save(folder, 3)) == -9
         found.add(is_one_of(folder, (2, 3)))
-        for each in Saves(folder).paths():
-            believed(each)  # an older one is there or not; a half-removed one would confuse the user
+        for each in CheckpointFolder(folder).paths():
+            verified(each)  # an older one is there or not; a half-removed one would confuse the user
         the_next_writer_cleans_up(folder, 4)
     assert found == {2, 3}
 
@@ -77,7 +77,7 @@ def test_the_very_first_checkpoint_is_complete_or_absent(tmp_path):
         folder = tmp_path / f"cut{at}" / "saves"
         folder.parent.mkdir()
         assert killed_at(at, BEFORE, lambda folder=folder: save(folder, 1)) == -9
-        newest, bad = Saves(folder).newest()
+        newest, bad = CheckpointFolder(folder).newest()
         assert bad == []
         assert newest is None or is_one_of(folder, [1])
         the_next_writer_cleans_up(folder, 2)
@@ -96,11 +96,11 @@ def test_a_loss_of_power_at_any_time(tmp_path, how):
     copied(start, before)
     disk = Disk(start)
     disk.record(lambda: save(start, 3))
-    renamed = next(at for at, (name, args, *_) in enumerate(disk.heard) if name == "rename" and str(args[1]).endswith("step-00000003"))
-    flushed = next(at for at, (name, *_) in enumerate(disk.heard) if at > renamed and name == "fsync")
-    for at in range(1, len(disk.heard) + 1, 1 if how == "any" else STRIDE):
+    renamed = next(at for at, (name, args, *_) in enumerate(disk.observed) if name == "rename" and str(args[1]).endswith("step-00000003"))
+    flushed = next(at for at, (name, *_) in enumerate(disk.observed) if at > renamed and name == "fsync")
+    for at in range(1, len(disk.observed) + 1, 1 if how == "any" else STRIDE):
         replayed = Disk(start, like=before)
-        replayed.heard = disk.heard
+        replayed.observed = disk.observed
         shutil.rmtree(fresh, ignore_errors=True)
         replayed.after(at).left(chance, how, fresh)
         newest = is_one_of(fresh, (2, 3))

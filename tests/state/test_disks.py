@@ -18,21 +18,21 @@ import pytest
 from cutting import in_a_child
 
 from flatout.plan.errors import StorageError
-from flatout.state.saver import Clocks, Saver
-from flatout.state.saves import Saves
+from flatout.state.checkpoints import CheckpointFolder
+from flatout.state.saver import CheckpointWriter, WriterClocks
 from flatout.state.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
-CLOCKS = Clocks(lambda: 0.0, lambda: 0.0)
+CLOCKS = WriterClocks(lambda: 0.0, lambda: 0.0)
 
 
-def training(folder, trouble, mended, steps=8):
+def training(folder, trouble, fixed, steps=8):
     """A training of ``steps`` steps that saves each, with ``trouble()`` after the third and ``mended()``
     after the sixth. Returns the messages and the step of each.
     """
     said, weights = [], torch.zeros(100_000)
-    with Saves(folder, keep=2) as saves:
-        saver = Saver(torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1)
+    with CheckpointFolder(folder, keep=2) as saves:
+        saver = CheckpointWriter(torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1)
         for step in range(1, steps + 1):
             weights += 1
             saver.save(step, pack(torch, {"w": weights}), {})
@@ -42,21 +42,21 @@ def training(folder, trouble, mended, steps=8):
             if step == 5:
                 good = [each.read(torch)["w"][0].item() for each in [saves.newest()[0]]] if os.path.isdir(folder) else ["gone"]
             if step == 6:
-                mended()
-    newest, bad = Saves(folder).newest()
+                fixed()
+    newest, bad = CheckpointFolder(folder).newest()
     return {"said": said, "good": good, "newest": newest.step, "bad": len(bad), "left": sorted(os.listdir(folder)), "done": weights[0].item()}
 
 
-def heard(told, words):
-    assert told["done"] == 8.0
-    assert told["newest"] == 8
-    assert told["bad"] == 0
-    first, again = told["said"]
+def observed(metadata, words):
+    assert metadata["done"] == 8.0
+    assert metadata["newest"] == 8
+    assert metadata["bad"] == 0
+    first, again = metadata["said"]
     assert first[0] == 4  # at once
     assert words in first[1]
     assert first[1].endswith("The training continues.")
     assert tuple(again) == (7, "step 7 is saved; the 3 attempts before it failed.")
-    assert all(name == "lock" or name.startswith("step-") for name in told["left"])
+    assert all(name == "lock" or name.startswith("step-") for name in metadata["left"])
 
 
 def in_a_child_that_tells(act):
@@ -78,9 +78,9 @@ def test_a_file_that_may_not_grow(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         return training(tmp_path / "saves", limited(300_000), limited(resource.RLIM_INFINITY))
 
-    told = in_a_child_that_tells(act)
-    heard(told, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
-    assert told["good"] == [3.0]
+    metadata = in_a_child_that_tells(act)
+    observed(metadata, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
+    assert metadata["good"] == [3.0]
 
 
 FULL = """
@@ -114,17 +114,17 @@ def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
     done = subprocess.run(["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     full, read_only = json.loads(done.stdout)
-    heard(full, "No space left on device")
+    observed(full, "No space left on device")
     assert full["good"] == [3.0]
-    heard(read_only, "Read-only file system")
+    observed(read_only, "Read-only file system")
     assert read_only["good"] == ["gone"]  # the good ones lie below the mount and were back at the end
 
 
 def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
     folder, aside = tmp_path / "run" / "saves", tmp_path / "aside"
     # The whole folder is removed for good: it is created again at once.
-    told = training(folder, lambda: shutil.rmtree(folder), lambda: None)
-    assert (told["said"], told["newest"], told["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
+    metadata = training(folder, lambda: shutil.rmtree(folder), lambda: None)
+    assert (metadata["said"], metadata["newest"], metadata["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
     shutil.rmtree(folder.parent)
     # A mount disappears and returns with its contents; in the meantime nothing can be created there.
     def away():
@@ -135,7 +135,7 @@ def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
         folder.parent.unlink()
         aside.rename(folder.parent)
 
-    heard(training(folder, away, back), "cannot write checkpoints in")
+    observed(training(folder, away, back), "cannot write checkpoints in")
 
 
 def test_another_process_that_took_the_folder_is_not_disturbed(tmp_path):
@@ -143,14 +143,14 @@ def test_another_process_that_took_the_folder_is_not_disturbed(tmp_path):
     without checkpoints.
     """
     folder, said = tmp_path / "saves", []
-    with Saves(folder) as saves:
-        saver = Saver(torch, saves, "test", CLOCKS, said.append, every=1)
+    with CheckpointFolder(folder) as saves:
+        saver = CheckpointWriter(torch, saves, "test", CLOCKS, said.append, every=1)
         shutil.rmtree(folder)
         done = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                with Saves(folder) as others:
+                with CheckpointFolder(folder) as others:
                     others.write("test", 50, {"": pack(torch, {"w": 1})})
                     os.write(done[1], b"x")
                     signal.pause()
@@ -189,9 +189,9 @@ def test_file_systems_that_do_not_flush_folders(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(os, "fsync", fsync)
     if number == errno.EIO:
-        with pytest.raises(StorageError, match="Input/output error"), Saves(tmp_path / "saves") as saves:
+        with pytest.raises(StorageError, match="Input/output error"), CheckpointFolder(tmp_path / "saves") as saves:
             saves.write("test", 1, {"": pack(torch, 1)})
     else:
-        with Saves(tmp_path / "saves") as saves:
+        with CheckpointFolder(tmp_path / "saves") as saves:
             saves.write("test", 1, {"": pack(torch, 1)})
-        assert Saves(tmp_path / "saves").newest()[0].read(torch) == 1
+        assert CheckpointFolder(tmp_path / "saves").newest()[0].read(torch) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flatout.plan.errors import SaveError, StorageError
 from flatout.state import journal
-from flatout.state.journal import Entries, Journal, Place, read_journal
+from flatout.state.journal import JournalEntries, JournalPosition, ValueJournal, read_journal
 
 LONG = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOATS = st.floats(allow_nan=True)
@@ -21,7 +21,7 @@ FLOATS = st.floats(allow_nan=True)
 @st.composite
 def entries(draw):
     codes = draw(st.binary(max_size=20))
-    found = Entries(bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes)))))
+    found = JournalEntries(bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes)))))
     found.floats.extend(draw(st.lists(FLOATS, max_size=5)))
     found.integers.extend(draw(st.lists(LONG, max_size=5)))
     found.longer.extend(draw(st.lists(st.binary(max_size=40), max_size=4)))
@@ -33,7 +33,7 @@ def columns(found):
 
 
 def together(blocks):
-    whole = Entries()
+    whole = JournalEntries()
     for block in blocks:
         whole.take_up(block.to_bytes())
     return columns(whole)
@@ -42,7 +42,7 @@ def together(blocks):
 @given(blocks=st.lists(entries(), max_size=4), at=st.integers(0, 4))
 def test_appended_data_is_read_up_to_a_position(tmp_path_factory, blocks, at):
     path = tmp_path_factory.mktemp("journal") / "j"
-    writer, places = Journal(path), []
+    writer, places = ValueJournal(path), []
     places.append(writer.place)
     for block in blocks:
         writer.append(block)
@@ -50,8 +50,8 @@ def test_appended_data_is_read_up_to_a_position(tmp_path_factory, blocks, at):
     writer.close()
     at = min(at, len(blocks))
     assert columns(read_journal(path, places[at])) == together(blocks[:at])
-    again = Journal(path, places[at])  # later data is cut off
-    again.append(Entries(bytearray(b"\1"), bytearray(b"\2")))
+    again = ValueJournal(path, places[at])  # later data is cut off
+    again.append(JournalEntries(bytearray(b"\1"), bytearray(b"\2")))
     assert bytes(read_journal(path, again.place).codes)[-1:] == b"\1"
     assert len(read_journal(path, again.place).codes) == sum(len(block.codes) for block in blocks[:at]) + 1
     again.close()
@@ -60,9 +60,9 @@ def test_appended_data_is_read_up_to_a_position(tmp_path_factory, blocks, at):
 @given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_found(tmp_path_factory, where, bit):
     path = tmp_path_factory.mktemp("journal") / "j"
-    writer = Journal(path)
+    writer = ValueJournal(path)
     for number in range(3):
-        block = Entries(bytearray(b"abc"), bytearray(b"xyz"), longer=[b"long" * number])
+        block = JournalEntries(bytearray(b"abc"), bytearray(b"xyz"), longer=[b"long" * number])
         block.floats.extend([1.5, math.inf])
         writer.append(block)
     writer.close()
@@ -74,34 +74,34 @@ def test_a_flipped_bit_is_found(tmp_path_factory, where, bit):
 
 
 def test_a_truncated_or_foreign_journal_is_rejected(tmp_path):
-    writer = Journal(tmp_path / "j")
-    writer.append(Entries(bytearray(b"a"), bytearray(b"b")))
+    writer = ValueJournal(tmp_path / "j")
+    writer.append(JournalEntries(bytearray(b"a"), bytearray(b"b")))
     os.truncate(tmp_path / "j", writer.place.bytes - 1)
     with pytest.raises(SaveError, match="bytes, and the checkpoint was made at"):
         read_journal(tmp_path / "j", writer.place)
-    other = Journal(tmp_path / "k")
-    other.append(Entries(bytearray(b"c"), bytearray(b"d")))
+    other = ValueJournal(tmp_path / "k")
+    other.append(JournalEntries(bytearray(b"c"), bytearray(b"d")))
     with pytest.raises(SaveError, match="another run"):
-        read_journal(tmp_path / "k", Place(other.place.bytes, other.place.digest ^ 1))
+        read_journal(tmp_path / "k", JournalPosition(other.place.bytes, other.place.digest ^ 1))
     with pytest.raises(SaveError, match="cannot be read"):
         read_journal(tmp_path / "none", other.place)
     with pytest.raises(SaveError, match="position"):
-        Place.from_json({"bytes": "1", "digest": 0})
+        JournalPosition.from_json({"bytes": "1", "digest": 0})
 
 
 def test_columns_with_a_wrong_length_are_rejected(tmp_path):
-    payload = bytearray(Entries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
+    payload = bytearray(JournalEntries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
     for at in range(0, 16, 4):
         broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4:])
         path = tmp_path / str(at)
         digest = zlib.crc32(broken)
         path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(broken), digest) + broken)
         with pytest.raises(SaveError, match="corrupt"):
-            read_journal(path, Place(path.stat().st_size, digest))
+            read_journal(path, JournalPosition(path.stat().st_size, digest))
 
 
 def test_a_journal_has_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "MOST_BYTES", 100)
-    writer = Journal(tmp_path / "j")
+    writer = ValueJournal(tmp_path / "j")
     with pytest.raises(StorageError, match="would exceed"):
-        writer.append(Entries(longer=[b"x" * 200]))
+        writer.append(JournalEntries(longer=[b"x" * 200]))

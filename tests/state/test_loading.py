@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SubsetRandomSampler  # noqa: E402
 
 from flatout.pipeline.streams import own_generators  # noqa: E402
-from flatout.state.loading import Reading  # noqa: E402
+from flatout.state.loading import LoaderPosition  # noqa: E402
 from flatout.state.values import pack, unpack  # noqa: E402
 
 SAMPLES = 11
@@ -155,11 +155,11 @@ def goes_on(make, at, training, epochs=2):
     batches were fetched again.
     """
     seed_all(0)
-    first = Reading(torch, make(), own_generators)
+    first = LoaderPosition(torch, make(), own_generators)
     whole, place, after = course(first, epochs, training, at)
     seed_all(99)
     draw()
-    second = Reading(torch, make(), own_generators)
+    second = LoaderPosition(torch, make(), own_generators)
     assert second.go_on(place) == []
     per_epoch = len(whole) // epochs
     done = (at - 1) // per_epoch
@@ -217,7 +217,7 @@ def test_calls_to_the_sampler_at_the_end_of_an_epoch_are_kept(workers):
         return seen, place
 
     def reading():
-        return Reading(torch, loader_of("distributed", set(), 2, workers, context="fork"), own_generators)
+        return LoaderPosition(torch, loader_of("distributed", set(), 2, workers, context="fork"), own_generators)
 
     first = reading()
     per_epoch = len(first.loader)
@@ -289,8 +289,8 @@ def test_a_loader_that_keeps_its_own_position():
 
 def test_differences_are_reported():
     seed_all(0)
-    _, place, _ = course(Reading(torch, loader_of("shuffled", set(), 2, 0), own_generators), 1, False, 2)
-    other = Reading(torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators)
+    _, place, _ = course(LoaderPosition(torch, loader_of("shuffled", set(), 2, 0), own_generators), 1, False, 2)
+    other = LoaderPosition(torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators)
     said = "; ".join(other.go_on(place))
     for words in ("batch size of the loader: 2 when it was saved, 3 now", "loader workers: 0 when", "batches in an epoch: 6 when", "SequentialSampler'] now"):
         assert words in said

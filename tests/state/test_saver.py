@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.state.saver import Clocks, Saver
-from flatout.state.saves import Saves
+from flatout.state.checkpoints import CheckpointFolder
+from flatout.state.saver import CheckpointWriter, WriterClocks
 from flatout.state.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
@@ -23,17 +23,17 @@ class Time:
 
     def __init__(self):
         self.wall, self.worked = 0.0, 0.0
-        self.clocks = Clocks(lambda: self.wall, lambda: self.worked)
+        self.clocks = WriterClocks(lambda: self.wall, lambda: self.worked)
 
 
-class Paid(Saves):
+class Paid(CheckpointFolder):
     """Takes the requested time of the writing thread and keeps nothing."""
 
     def __init__(self, time, costs):
         super().__init__(Path("nowhere"))
         self.time, self.costs, self.writers, self.most = time, costs, 0, 0
 
-    def write(self, kind, step, states, told=None):
+    def write(self, kind, step, states, metadata=None):
         self.writers += 1
         self.most = max(self.most, self.writers)
         self.time.worked += self.costs()
@@ -48,7 +48,7 @@ def test_checkpoints_stay_within_their_share_whatever_they_cost(costs, share, st
     """
     time, costs = Time(), list(costs)
     waits, works = [wait for wait, _ in costs], [work for _, work in costs]
-    saver = Saver(torch, Paid(time, lambda: works.pop(0)), "test", time.clocks, lambda sentence: pytest.fail(sentence), share=share)
+    saver = CheckpointWriter(torch, Paid(time, lambda: works.pop(0)), "test", time.clocks, lambda sentence: pytest.fail(sentence), share=share)
 
     step = 0
     while works and step < 300:
@@ -70,7 +70,7 @@ def wasted(cost_s, mean_s, known):
     seconds on average. ``known``: whether the saver knows about them.
     """
     draw, time = random.Random(0), Time()
-    saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver = CheckpointWriter(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
     saver.interrupted_every_s = lambda: mean_s if known else math.inf
     step, kept_s, lost_s, saving_s, dies_s = 0, 0.0, 0.0, 0.0, draw.expovariate(1 / mean_s)
     while time.wall < 3600:
@@ -103,7 +103,7 @@ def test_frequent_interruptions_make_checkpoints_more_frequent(cost_s, mean_s):
 def test_interruptions_never_cost_more_than_five_times_the_share():
     """However frequent: here every second, so that a checkpoint every 0.4 s would lose least."""
     draw, time = random.Random(1), Time()
-    saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver = CheckpointWriter(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
     saver.interrupted_every_s = lambda: 1.0
     spent_s = 0.0
     for step in range(1, 4000):
@@ -127,7 +127,7 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
     """
     time, at_work, go_on = Time(), threading.Event(), threading.Event()
 
-    class Slow(Saves):
+    class Slow(CheckpointFolder):
         def begin(self, step):
             at_work.set()
             assert go_on.wait(20)
@@ -135,12 +135,12 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
 
     weights = torch.zeros(1000)
     with Slow(tmp_path / "saves") as saves:
-        saver = Saver(torch, saves, "test", time.clocks, lambda sentence: pytest.fail(sentence), every=5)
+        saver = CheckpointWriter(torch, saves, "test", time.clocks, lambda sentence: pytest.fail(sentence), every=5)
         assert [step for step in range(1, 12) if saver.due(step)] == [5, 10]
         saver.save(5, pack(torch, {"w": weights}), {})
         assert at_work.wait(20)
         weights += 1  # training continues
-        free = Saver(torch, saves, "test", time.clocks, print)
+        free = CheckpointWriter(torch, saves, "test", time.clocks, print)
         free._writing = saver._writing
         assert not free.due(6)  # a write is in progress
         threading.Timer(0.2, go_on.set).start()
@@ -155,14 +155,14 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
 def test_a_failure_is_reported_once_and_retried(tmp_path):
     time, said, trouble = Time(), [], [OSError(28, "No space left on device"), KeyError("x"), None]
 
-    class Broken(Saves):
+    class Broken(CheckpointFolder):
         def begin(self, step):
             if trouble[0]:
                 raise trouble[0]
             return super().begin(step)
 
     with Broken(tmp_path / "saves") as saves:
-        saver = Saver(torch, saves, "test", time.clocks, said.append, every=1)
+        saver = CheckpointWriter(torch, saves, "test", time.clocks, said.append, every=1)
         packed = pack(torch, {"w": torch.ones(3)})
 
         def three():

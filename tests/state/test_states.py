@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from flatout.plan.errors import SaveError
 from flatout.state import bounded
+from flatout.state.checkpoints import CheckpointFolder, verified, write_state
 from flatout.state.disk import Stored
 from flatout.state.drift import surroundings
 from flatout.state.manifest import Manifest
-from flatout.state.randoms import random_states
-from flatout.state.saves import Saves, believed, write_state
+from flatout.state.random_states import random_states
 from flatout.state.tensors import read_tensors, write_tensors
 from flatout.state.values import pack, unpack
 
@@ -148,10 +148,10 @@ def test_tied_tensors_stay_tied_and_unsupported_types_are_named(tmp_path):
     assert packed.left_out["odd[1]"].endswith("Strange")
     assert len(packed.tensors) == 5  # the tied one once
     assert all(name.encode() for name in packed.tensors)  # other readers would reject a lone surrogate as a name
-    with Saves(tmp_path / "saves") as saves:
+    with CheckpointFolder(tmp_path / "saves") as saves:
         save = saves.write("test", 7, {"": packed})
     assert save.manifest.left_out == packed.left_out
-    back = believed(save.path).read(torch)
+    back = verified(save.path).read(torch)
     assert back["model"]["a"].data_ptr() == back["model"]["b"].data_ptr()
     assert back["model"]["image"].stride() == image.stride()
     assert back["odd"] == [1, None, None]
@@ -165,7 +165,7 @@ def test_tied_tensors_stay_tied_and_unsupported_types_are_named(tmp_path):
 
 
 def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
-    with Saves(tmp_path / "saves") as saves:
+    with CheckpointFolder(tmp_path / "saves") as saves:
         saves.write("test", 1, {"": pack(torch, {"x": 1})})
         monkeypatch.setattr(bounded, "MOST_VALUES", 5000)
         monkeypatch.setattr(bounded, "MOST_BYTES", 1 << 20)

@@ -27,7 +27,7 @@ SLEEP_MS = 40.0
 LEVERS = f'''
 import time
 from flatout.plan.lever import Lever, Options
-from flatout.plan.words import Effect, Moment
+from flatout.plan.enums import Effect, Moment
 
 def wait(scene, value, ledger):
     def wrapper(forward):
@@ -216,6 +216,6 @@ def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
     assert all(check["passed"] for check in answer["checks"]), answer
     trial.hold()
     assert len(trial.go(5, soon())) == 5  # both ranks still step together
-    told = seen(0), seen(1)
-    assert len(set(zip(*told, strict=False))) == 2  # and none of them had the lever alone at any time
+    info = seen(0), seen(1)
+    assert len(set(zip(*info, strict=False))) == 2  # and none of them had the lever alone at any time
     assert trial.finish().status == "finished"

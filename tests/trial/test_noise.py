@@ -11,8 +11,8 @@ import torch
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import EVENTS, Listener
-from flatout.capture.scene import Scene
-from flatout.trial.listening import Listening, Surroundings
+from flatout.capture.training_context import TrainingContext
+from flatout.trial.probes import ActiveProbe, ProbeContext
 
 BATCH = 4
 
@@ -28,11 +28,11 @@ class Passing(Listener):
             setattr(self, name, lambda *what, name=name: self._pass(name, *what))
 
     def _pass(self, name, *what):
-        if self.listening is not None and self.listening.ear is not None:
-            getattr(self.listening.ear, name)(*what)
+        if self.listening is not None and self.listening.probe is not None:
+            getattr(self.listening.probe, name)(*what)
 
     def step_end(self):
-        if self.listening is not None and self.listening.ear is not None:
+        if self.listening is not None and self.listening.probe is not None:
             self.listening.tick()
 
 
@@ -75,24 +75,24 @@ class Program:
 
 
 @pytest.fixture
-def scene():
+def context():
     ledger = Ledger()
-    made = Scene(torch, Passing(), ledger)
+    made = TrainingContext(torch, Passing(), ledger)
     made.install()
     yield made
     made.rest()
     ledger.restore()
 
 
-def listen(scene, program, ticks, before=2):
+def listen(context, program, ticks, before=2):
     """The measurements of that many steps, after some training; None where the probe could not be opened, and
     the reason.
     """
     program.train(before)
-    listening = Listening(Surroundings(torch, scene, Ledger))
-    scene.listener._listener.listening = listening
+    listening = ActiveProbe(ProbeContext(torch, context, Ledger))
+    context.listener._listener.listening = listening
     program.batches.clear()
-    failed = listening.begin({"ear": "noise", "ticks": ticks})
+    failed = listening.begin({"probe": "noise", "ticks": ticks})
     if failed:
         return {"why_not": failed}
     program.train(ticks)
@@ -100,7 +100,7 @@ def listen(scene, program, ticks, before=2):
 
 
 @pytest.mark.parametrize("options", [{}, {"drop": "zeros"}, {"accumulate": 2, "scaler": True, "clip": True}], ids=["plain", "zeros", "accumulated"])
-def test_each_batch_is_measured_by_its_own_gradient(scene, options):
+def test_each_batch_is_measured_by_its_own_gradient(context, options):
     """The gradient is taken before clipping, without the scale, for each micro-batch; and everything is
     restored.
     """
@@ -108,18 +108,18 @@ def test_each_batch_is_measured_by_its_own_gradient(scene, options):
     program.train(2)
     before = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict()))
     step, frozen = type(program.optimizer).step, copy.deepcopy(program.model)
-    heard = listen(scene, program, 10, before=0)
+    recorded = listen(context, program, 10, before=0)
     expected = []
     for x, y in program.batches[:20]:
         frozen.zero_grad()
         program.loss(frozen, x, y).backward()
         expected.append(torch.cat([p.grad.flatten() for p in frozen.parameters()]).double())
     gram = torch.stack(expected) @ torch.stack(expected).T
-    count = heard["gradients"]
+    count = recorded["gradients"]
     assert count >= 10 * program.accumulate - 1
-    assert (heard["batch"], heard["step"], heard["not_finite"]) == (BATCH, 2, 0)
-    torch.testing.assert_close(torch.tensor(heard["products"], dtype=torch.float64), gram[:count, :count], rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(torch.tensor(heard["squares"], dtype=torch.float64), gram.diagonal()[:count], rtol=1e-4, atol=1e-7)
+    assert (recorded["batch"], recorded["step"], recorded["not_finite"]) == (BATCH, 2, 0)
+    torch.testing.assert_close(torch.tensor(recorded["products"], dtype=torch.float64), gram[:count, :count], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(torch.tensor(recorded["squares"], dtype=torch.float64), gram.diagonal()[:count], rtol=1e-4, atol=1e-7)
     after = (program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict())
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert "step" not in vars(program.optimizer) or program.optimizer.step.__func__ is step
@@ -127,29 +127,29 @@ def test_each_batch_is_measured_by_its_own_gradient(scene, options):
     assert not torch.equal(program.model[1].weight, before[0]["1.weight"])  # and it learns again
 
 
-def test_the_short_last_batch_is_left_out(scene):
+def test_the_short_last_batch_is_left_out(context):
     """Three epochs of seven batches and a short one: neither the short batch nor the adjacent one counts."""
-    heard = listen(scene, Program(samples=7 * BATCH + 2), 24, before=8)
-    assert heard["batch"] == BATCH
-    assert 17 <= heard["gradients"] <= 19
+    recorded = listen(context, Program(samples=7 * BATCH + 2), 24, before=8)
+    assert recorded["batch"] == BATCH
+    assert 17 <= recorded["gradients"] <= 19
 
 
-def test_several_optimizers_are_rejected(scene):
+def test_several_optimizers_are_rejected(context):
     program = Program()
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert "2 optimizers" in listen(scene, program, 8, before=0)["why_not"]
+    assert "2 optimizers" in listen(context, program, 8, before=0)["why_not"]
     del other
 
 
-def test_no_optimizer_is_rejected(scene):
+def test_no_optimizer_is_rejected(context):
     program = Program()
     program.optimizer = None
-    assert "without an optimizer" in listen(scene, program, 8, before=0)["why_not"]
+    assert "without an optimizer" in listen(context, program, 8, before=0)["why_not"]
 
 
-def test_weights_changed_outside_the_optimizer_are_reported(scene):
-    assert "outside its optimizer" in listen(scene, Program(drop="moves"), 10)["why_not"]
+def test_weights_changed_outside_the_optimizer_are_reported(context):
+    assert "outside its optimizer" in listen(context, Program(drop="moves"), 10)["why_not"]
 
 
-def test_too_few_steps_are_reported(scene):
-    assert "are needed" in listen(scene, Program(), 5)["why_not"]
+def test_too_few_steps_are_reported(context):
+    assert "are needed" in listen(context, Program(), 5)["why_not"]

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from flatout.launch.command import understand
-from flatout.launch.gang import launcher_of
+from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
-from flatout.measure.pace import imbalance, lost_ms, paces
+from flatout.measure.rank_balance import imbalance, lost_ms, paces
 from flatout.plan.facts import Facts
 from flatout.plan.folder import TrialFolder
 from flatout.plan.plan import Choice, Plan
@@ -64,17 +64,17 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
 
         # Both are probed over the same steps: a rank that waits for its data makes the other wait.
         answer = trial.listen("pace", soon(), everywhere=True, ticks=8)
-        heard = sorted(answer["ranks"], key=lambda each: each["rank"])
-        assert [each["rank"] for each in heard] == [0, 1]
-        assert all(len(each[name]) == 8 for each in heard for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes"))
-        assert all(each["samples"] == [3.0] * 8 and each["elements"] == [15.0] * 8 for each in heard)
-        assert all(min(each["sent_bytes"]) >= 4 * 57 for each in heard)  # the number of parameters
-        first, second = paces(heard)
+        recorded = sorted(answer["ranks"], key=lambda each: each["rank"])
+        assert [each["rank"] for each in recorded] == [0, 1]
+        assert all(len(each[name]) == 8 for each in recorded for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes"))
+        assert all(each["samples"] == [3.0] * 8 and each["elements"] == [15.0] * 8 for each in recorded)
+        assert all(min(each["sent_bytes"]) >= 4 * 57 for each in recorded)  # the number of parameters
+        first, second = paces(recorded)
         assert second.data_ms >= 3 * SLEEP_MS > first.data_ms
         assert first.exchange_ms > second.exchange_ms
-        assert lost_ms(heard) > SLEEP_MS
-        assert "rank 1 on " in imbalance(heard)
-        assert "it waits" in imbalance(heard)
+        assert lost_ms(recorded) > SLEEP_MS
+        assert "rank 1 on " in imbalance(recorded)
+        assert "it waits" in imbalance(recorded)
 
         # They switch after the same step, and continue together after one of them has repeated some steps by
         # itself.
@@ -88,10 +88,10 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
     assert record.status == "finished"
     assert record.phases["exchange"]["median_ms"] > 0
     assert record.samples_per_step == 6.0
-    told = [(tmp_path / f"seen.{rank}").read_text().split() for rank in (0, 1)]
-    together = min(map(len, told))
-    assert told[0][:together] == told[1][:together]
-    assert len({word.partition(":")[0] for word in told[0]}) == 2
+    info = [(tmp_path / f"seen.{rank}").read_text().split() for rank in (0, 1)]
+    together = min(map(len, info))
+    assert info[0][:together] == info[1][:together]
+    assert len({word.partition(":")[0] for word in info[0]}) == 2
 
 
 def row(rank, own, data=0.0, elements=10.0, steps=20):

@@ -79,8 +79,8 @@ def test_the_record_is_whole(observed):
     assert record["device"] == "cpu"
     assert record["seed"] == 0
     assert record["plan"]["choices"] == []
-    assert record["scene"]["optimizers"] == ["AdamW"]
-    assert record["scene"]["boundaries"] == "optimizer"
+    assert record["context"]["optimizers"] == ["AdamW"]
+    assert record["context"]["boundaries"] == "optimizer"
     assert set(record["versions"]) == {"python", "torch"}
 
 
@@ -283,8 +283,8 @@ while True:
 ''')
     _, record = measure("python", "train.py")
     assert (record["status"], record["steps"]) == ("finished", 3)
-    assert record["scene"]["boundaries"] == "backward"
-    assert record["scene"]["optimizers"] == []
+    assert record["context"]["boundaries"] == "backward"
+    assert record["context"]["optimizers"] == []
 
 
 def test_passes_inside_a_closure_are_the_ticks_where_a_step_is_long(measure, script):
@@ -304,7 +304,7 @@ optimizer.step(closure)
 ''')
     _, record = measure("python", "train.py")
     assert (record["status"], record["unit"], record["steps"]) == ("finished", "backward", 3)
-    assert record["scene"]["closure_steps"] is True
+    assert record["context"]["closure_steps"] is True
 
 
 def test_input_is_at_its_end(measure, script):
@@ -342,7 +342,7 @@ while True:
     _, record = measure("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", timeout=180)
     assert record["status"] == "finished"
     assert record["steps"] == 3
-    assert record["scene"]["roots"] == ["DistributedDataParallel"]
+    assert record["context"]["roots"] == ["DistributedDataParallel"]
 
 
 def test_folders_and_checkpoints_of_a_killed_program_are_gone(measure, flatout, script, tmp_path):
@@ -411,12 +411,12 @@ def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_fi
     script(by_hand)
     monkeypatch.chdir(flatout.folder)
     losses = []
-    for at, shake in enumerate((0.0, 2.0**-21, 2.0**-21)):
+    for at, perturbation in enumerate((0.0, 2.0**-21, 2.0**-21)):
         (tmp_path / str(at)).mkdir()
-        with Trial(understand(("python", "train.py")), TrialFolder(tmp_path / str(at)), Plan(), look(), shake=shake) as trial:
+        with Trial(understand(("python", "train.py")), TrialFolder(tmp_path / str(at)), Plan(), look(), perturbation=perturbation) as trial:
             losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
-    plain, shaken, again = losses
-    assert shaken == again
-    assert shaken[0] == plain[0]
-    assert shaken != plain
-    assert all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(shaken, plain, strict=True))
+    plain, perturbed, again = losses
+    assert perturbed == again
+    assert perturbed[0] == plain[0]
+    assert perturbed != plain
+    assert all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(perturbed, plain, strict=True))

@@ -10,15 +10,15 @@ import pytest
 
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect, Status
 from flatout.plan.folder import JobFolder
 from flatout.plan.records import SessionRecord
-from flatout.plan.words import Effect, Status
 from flatout.probe.machine import look
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import Candidate
+from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.factors import make_space
 from flatout.tune.search import search
-from flatout.tune.together import Asked, measure_together
 from flatout.tune.tuning import Goal, Tuning
 
 pytest.importorskip("torch")
@@ -49,7 +49,7 @@ def make(tmp_path, monkeypatch, by_hand):
 
     yield one
     for tuning in made:
-        tuning.arena.close()
+        tuning.interleaver.close()
 
 
 def run_under(tuning: Tuning, keys: set[str]) -> None:
@@ -59,8 +59,8 @@ def run_under(tuning: Tuning, keys: set[str]) -> None:
     for name, values in LEVERS.items():
         tuning.candidates[name] = Candidate(LEVER[name], values, Effect.EXACT)
     make_space(tuning)
-    tuning.start_cost_s, tuning.arena.tick_ms, tuning.arena.longest_ticks = 2.0, 10.0, 35
-    (seen,) = measure_together(tuning.arena, [Asked(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0)
+    tuning.start_cost_s, tuning.interleaver.tick_ms, tuning.interleaver.longest_ticks = 2.0, 10.0, 35
+    (seen,) = measure_together(tuning.interleaver, [ProgramRequest(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0)
     assert seen.gone is not None
     assert seen.gone.status == "failed"
     program_ended(tuning, keys, seen)
@@ -81,7 +81,7 @@ def test_two_levers_that_fail_only_together_stay_apart(make):
     assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
     assert set(tuning.choices) == {"malloc=glibc", "gc_pause"}
     assert not tuning.space.allowed(frozenset(tuning.choices))
-    assert tuning.session.contests[-1].note == "they do not work together: ValueError: it was too much"
+    assert tuning.session.comparisons[-1].note == "they do not work together: ValueError: it was too much"
 
 
 def test_failures_of_the_plain_program_are_no_levers_fault(make):
@@ -90,7 +90,7 @@ def test_failures_of_the_plain_program_are_no_levers_fault(make):
     assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
     assert tuning.length_ticks is not None
     assert 30 <= tuning.length_ticks <= 60
-    assert tuning.arena.longest_ticks < 10  # its blocks are short from now on
+    assert tuning.interleaver.longest_ticks < 10  # its blocks are short from now on
 
 
 @pytest.mark.timeout(600)
@@ -115,4 +115,4 @@ def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends
         assert "fails with it" not in levers[name].reason
         assert "short" not in levers[name].reason
     assert found.baseline.step_ms
-    assert tuning.arena.running == []
+    assert tuning.interleaver.running == []

@@ -11,9 +11,9 @@ import pytest
 
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect
 from flatout.plan.folder import JobFolder
 from flatout.plan.records import SessionRecord
-from flatout.plan.words import Effect
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate
 from flatout.tune.compiling import ALONE_PROGRAMS, MOST_PROGRAMS, Compiling
@@ -43,7 +43,7 @@ def make(tmp_path, monkeypatch):
 
     yield one
     for tuning in made:
-        tuning.arena.close()
+        tuning.interleaver.close()
 
 
 def quick(tuning: Tuning):
@@ -66,11 +66,11 @@ def test_each_value_of_a_compiler_is_measured(make):
         if compiling.trial is not None:
             compiling.begin(quick(tuning))  # one at a time
             seen.append(compiling.trial.plan.get("compile").value)
-            assert tuning.arena.background == tuning.arena.running == [compiling.trial]
+            assert tuning.interleaver.background == tuning.interleaver.running == [compiling.trial]
             assert "inplace" not in under(compiling)
             compiling._end(compiling.trial)
     assert seen == ["default", "max-autotune-no-cudagraphs"]
-    assert not tuning.arena.running
+    assert not tuning.interleaver.running
 
 
 def test_a_compiler_that_does_not_fit_beside_others_works_after_them(make):

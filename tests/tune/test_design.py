@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.tune.design import live_rows, next_processes, plan_at_once, worth_more_time
-from flatout.tune.effects import Block, Factor, Space, fit
+from flatout.tune.effects import Factor, Space, TimedBlock, fit
 
 NONE: frozenset[str] = frozenset()
 
@@ -35,15 +35,15 @@ def ruled_spaces(draw) -> Space:
     return Space(tuple(factors), excludes, needs)
 
 
-def measured(space: Space, rng: np.random.Generator, processes: int, rows: int = 8, effects: dict[str, float] | None = None) -> list[Block]:
+def measured(space: Space, rng: np.random.Generator, processes: int, rows: int = 8, effects: dict[str, float] | None = None) -> list[TimedBlock]:
     """Blocks of designed processes of a program with these effects; 0 for all other effects."""
-    blocks: list[Block] = []
+    blocks: list[TimedBlock] = []
     for process in range(processes):
         on = next_processes(space, fit(space, blocks), blocks, 1, rng, always_plain=False)[0]
         luck = 0.04 * rng.standard_normal()
         for at, live in enumerate(live_rows(space, fit(space, blocks), on, rows, rng)):
             log_ms = 4 + luck + sum((effects or {}).get(key, 0.0) for key in on | live) + 0.03 * rng.standard_normal()
-            blocks.append(Block(process, on | live, 8.0 * process + 0.35 * at, at, math.exp(log_ms)))
+            blocks.append(TimedBlock(process, on | live, 8.0 * process + 0.35 * at, at, math.exp(log_ms)))
     return blocks
 
 
@@ -145,7 +145,7 @@ def test_once_all_is_settled_the_plan_is_compared_with_the_plain_program():
 def test_rows_go_where_something_is_undecided():
     """After much data on one lever and none on another, the next processes measure mostly the other."""
     space, rng = mixed_space(0, 2), np.random.default_rng(0)
-    blocks = [Block(process, frozenset({"p"} if process % 2 else ()), 8.0 * process + at, at, math.exp(4 + 0.03 * rng.standard_normal()))
+    blocks = [TimedBlock(process, frozenset({"p"} if process % 2 else ()), 8.0 * process + at, at, math.exp(4 + 0.03 * rng.standard_normal()))
               for process in range(12) for at in range(4)]
     rows = next_processes(space, fit(space, blocks), blocks, 4, rng, always_plain=False)
     assert sum("q" in row for row in rows) >= 2

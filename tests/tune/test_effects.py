@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.tune.effects import Block, Factor, Space, Spread, fit
+from flatout.tune.effects import Factor, Space, Spread, TimedBlock, fit
 from flatout.tune.mixed_model import Component, Group, solve
 
 FIXED = 1e-6  # log sd of a known component
@@ -44,7 +44,7 @@ def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
 
 
 def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04,
-              luck: float = 0.05) -> tuple[list[Block], dict[str, float]]:
+              luck: float = 0.05) -> tuple[list[TimedBlock], dict[str, float]]:
     """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
     blocks, every = [], [space.keys(row) for row in space.every_row]
@@ -55,7 +55,7 @@ def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int,
             on = frozenset(key for key in fixed if not space.factors[space.index[key]].live or rng.random() < 0.5)
             if space.allowed(on):
                 log_ms = 4 + mine + sum(effects[key] for key in on) + noise * float(rng.standard_t(3)) / math.sqrt(3)
-                blocks.append(Block(process, on, 10.0 * process + 0.3 * at, at, math.exp(log_ms)))
+                blocks.append(TimedBlock(process, on, 10.0 * process + 0.3 * at, at, math.exp(log_ms)))
     return blocks, effects
 
 
@@ -113,7 +113,7 @@ def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
 def test_many_factors_are_searched_in_time_and_within_the_rules():
     space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
     assert space.every_row is None
-    fitted = fit(space, [Block(at, frozenset({key}), float(at), 0, 100 - 2.0 * at) for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])])
+    fitted = fit(space, [TimedBlock(at, frozenset({key}), float(at), 0, 100 - 2.0 * at) for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])])
     assert space.allowed(fitted.best())
     assert fitted.regret(fitted.best()) >= 0
 
@@ -130,7 +130,7 @@ def test_as_generalised_least_squares():
     rng = np.random.default_rng(1)
     ms = [100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal()) for _, on in rows]
     spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(0.05, FIXED), noise=(0.2, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
-    fitted = fit(space, [Block(process, frozenset(on), 0.0, at, t) for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))], spread)
+    fitted = fit(space, [TimedBlock(process, frozenset(on), 0.0, at, t) for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))], spread)
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -156,7 +156,7 @@ def test_unknown_process_variation_widens_the_interval():
     shift = (0.0, -0.02, 0.09, -0.12)
     y = np.array([shift[process] + 0.01 * rng.standard_normal() for process, _ in rows])
     spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(median, log_sd), noise=(0.01, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
-    blocks = [Block(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t)) for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))]
+    blocks = [TimedBlock(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t)) for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))]
     fitted = fit(space, blocks, spread)
 
     x = np.array([on for _, on in rows], dtype=float)
@@ -190,13 +190,13 @@ def test_the_order_of_blocks_does_not_matter(order):
 @settings(max_examples=20)
 def test_units_and_numbers_of_processes_do_not_matter(factor, shift):
     blocks, _ = simulated(space_of(3), np.random.default_rng(6), 4, 6)
-    moved = [Block(b.process + shift, b.on, b.at_s + shift, b.window + shift, factor * b.ms, b.host) for b in blocks]
+    moved = [TimedBlock(b.process + shift, b.on, b.at_s + shift, b.window + shift, factor * b.ms, b.host) for b in blocks]
     assert fit(space_of(3), moved).mean == pytest.approx(fit(space_of(3), blocks).mean, abs=1e-6)
 
 
 def test_what_was_never_on_keeps_its_prior():
     space = Space((Factor("a", "a", True), Factor("b", "b", False, mean=-0.3, sd=0.07)))
-    fitted = fit(space, [Block(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5) for at in range(30)])
+    fitted = fit(space, [TimedBlock(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5) for at in range(30)])
     assert fitted.measured == {"a"}
     assert fitted.mean[1:] == pytest.approx([-0.3, 0.0])
     assert np.sqrt(np.diag(fitted.cov))[1:] == pytest.approx([0.07, Spread().pair])
@@ -207,19 +207,19 @@ def test_what_was_never_on_keeps_its_prior():
 def test_nothing_measured_is_the_prior():
     space = Space((Factor("a", "a", True, mean=-0.1), Factor("b", "b", True, mean=0.1)))
     assert fit(space, ()).best() == {"a"}
-    assert fit(Space(()), [Block(0, frozenset(), 0.0, 0, 10.0)]).best() == frozenset()
+    assert fit(Space(()), [TimedBlock(0, frozenset(), 0.0, 0, 10.0)]).best() == frozenset()
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.inf, math.nan])
 def test_an_impossible_time_is_rejected(ms):
     with pytest.raises(ValueError, match="positive"):
-        fit(space_of(1), [Block(0, frozenset(), 0.0, 0, ms)])
+        fit(space_of(1), [TimedBlock(0, frozenset(), 0.0, 0, ms)])
 
 
 def test_an_outlier_has_little_influence():
     rng = np.random.default_rng(2)
-    blocks = [Block(0, frozenset({"a=0"} if at % 2 else ()), 0.4 * at, at, 100 * math.exp(0.02 * rng.standard_normal())) for at in range(40)]
-    spoilt = [*blocks[:39], Block(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
+    blocks = [TimedBlock(0, frozenset({"a=0"} if at % 2 else ()), 0.4 * at, at, 100 * math.exp(0.02 * rng.standard_normal())) for at in range(40)]
+    spoilt = [*blocks[:39], TimedBlock(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
     assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(fit(space_of(1), blocks).effect("a=0").median, abs=0.01)
 
 
@@ -229,10 +229,10 @@ def test_the_same_window_is_the_same_work():
     """
     rng = np.random.default_rng(3)
     work = rng.normal(0, 0.5, 12)
-    blocks = [Block(process, frozenset({"d=0"} if process % 2 else ()), 0.4 * at, at,
+    blocks = [TimedBlock(process, frozenset({"d=0"} if process % 2 else ()), 0.4 * at, at,
                     100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal())) for process in range(4) for at in range(12)]
     found = fit(space_of(4), blocks)
-    apart = fit(space_of(4), [Block(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks])
+    apart = fit(space_of(4), [TimedBlock(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks])
     assert found.work > 0.2
     assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(apart.effect("d=0").high / apart.effect("d=0").low)
 
@@ -283,14 +283,14 @@ def test_draws_are_those_of_the_posterior():
 
 def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     """The model has no interactions of three levers."""
-    blocks = [Block(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2) for at in range(400)]
+    blocks = [TimedBlock(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2) for at in range(400)]
     estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
 
 
 def test_an_effect_relative_to_another_value_of_its_lever():
-    fitted = fit(space_of(1, values=2), [Block(0, frozenset({key} if key else ()), float(at), at, ms) for at, (key, ms) in
+    fitted = fit(space_of(1, values=2), [TimedBlock(0, frozenset({key} if key else ()), float(at), at, ms) for at, (key, ms) in
                                          enumerate([("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3)])
     for beside in ("a=0", "a=1"):
         assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
@@ -335,7 +335,7 @@ def test_a_machine_that_changes_its_speed_within_seconds():
         for process in range(2):
             on = frozenset({"p"} if process else ())
             log_ms = 4 + slow - 0.1 * process + 0.02 * rng.standard_normal()
-            blocks.append(Block(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms)))
+            blocks.append(TimedBlock(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms)))
     fitted = fit(space, blocks)
     assert fitted.noise < 0.1
     gain = fitted.gain(frozenset({"p"}))

@@ -11,13 +11,13 @@ import pytest
 from flatout.cli.arguments import Amount
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect, Origin, Status
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice
-from flatout.plan.records import Point, Ratio, SessionRecord
-from flatout.plan.words import Effect, Origin, Status
+from flatout.plan.records import Ratio, SessionRecord, TimeMemoryPoint
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate, consider
-from flatout.tune.fit import Measured, _chosen, fit
+from flatout.tune.fit import FrontierPoint, _chosen, fit
 from flatout.tune.search import observe
 from flatout.tune.session import verdict
 from flatout.tune.tuning import Goal, Tuning
@@ -76,7 +76,7 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
         assert [point.chosen for point in session.frontier] == [point is fastest for point in session.frontier]
         assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
     finally:
-        tuning.arena.close()
+        tuning.interleaver.close()
 
 
 def candidate(name):
@@ -84,7 +84,7 @@ def candidate(name):
 
 
 def measured(peak, ratio=None, parts=(), winners=False, limit=100):
-    return Measured(Point("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit), parts, winners)
+    return FrontierPoint(TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit), parts, winners)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_is_chosen(tuning):
 
 def test_messages():
     session = SessionRecord(["x"], "", {}, memory_limit_bytes=100 * 2**20)
-    session.frontier = [Point("plain", 150 * 2**20), Point("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3))]
+    session.frontier = [TimeMemoryPoint("plain", 150 * 2**20), TimeMemoryPoint("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3))]
     assert "the smallest, recompute(blocks=1.0), needs 20 MiB more" in verdict(session)
     session.frontier[1].peak_bytes, session.frontier[1].fits = 90 * 2**20, True
     assert "was not confirmed" in verdict(session)

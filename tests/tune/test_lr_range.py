@@ -16,7 +16,7 @@ from flatout.measure.lr_range import read, smoothed, suggest
 from flatout.plan.errors import UsageError
 from flatout.plan.lr_range import LrPoint, LrRange, LrRecord, LrTraining, read_optimizers
 from flatout.render.lr_page import at_the_end, lr_html, lr_plot, training_plot
-from flatout.trial.ranging import StandIn
+from flatout.trial.lr_range_probe import OptimizerStandIn
 
 
 def points(loss_of, low=1e-6, high=10.0, count=120):
@@ -69,9 +69,9 @@ def test_any_recorded_losses_are_read_and_plotted(losses):
     page = lr_html(record)
     assert "</html>" in page
     assert "<b>" not in page
-    heard = next((at for at, loss in enumerate(losses) if loss is None), len(losses))
-    assert (lr_plot(test) is None) == (heard < 3)
-    assert (training_plot(record.trainings) is None) == (heard < 2)
+    recorded = next((at for at, loss in enumerate(losses) if loss is None), len(losses))
+    assert (lr_plot(test) is None) == (recorded < 3)
+    assert (training_plot(record.trainings) is None) == (recorded < 2)
 
 
 NAME = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
@@ -82,7 +82,7 @@ OPTIONS = st.dictionaries(st.sampled_from(["momentum", "betas", "nesterov"]), VA
 @given(st.lists(st.tuples(st.one_of(NAME, st.tuples(NAME, NAME).map(".".join)), OPTIONS), min_size=1, max_size=4, unique_by=lambda pair: pair[0].lower()))
 def test_optimizers_are_read_as_they_are_written(wanted):
     text = ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name for name, options in wanted)
-    assert [(wish.name, wish.options) for wish in read_optimizers(text)] == wanted
+    assert [(request.name, request.options) for request in read_optimizers(text)] == wanted
 
 
 @pytest.mark.parametrize("text", ["", "sgd(", "sgd(0.9)", "sgd(**x)", "sgd(momentum=__import__('os'))", "1 + 1", "own,own", "a b", "sgd,,adam"])
@@ -184,7 +184,7 @@ def test_a_stand_in_steps_as_the_optimizer_itself_would():
         model = torch.nn.Linear(4, 3)
         kind = torch.optim.SGD if in_place else torch.optim.Adam
         optimizer = kind([{"params": [model.weight], "lr": 0.1, "weight_decay": 0.01}, {"params": [model.bias], "lr": 0.01}], lr=1.0)
-        stand_in = StandIn(torch, optimizer, "adam", {}) if in_place else None
+        stand_in = OptimizerStandIn(torch, optimizer, "adam", {}) if in_place else None
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
@@ -200,9 +200,9 @@ def test_a_stand_in_steps_as_the_optimizer_itself_would():
         assert torch.equal(mine, theirs)
     own = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(LookupError, match="no optimizer muun; it has adadelta"):
-        StandIn(torch, own, "muun", {})
+        OptimizerStandIn(torch, own, "muun", {})
     with pytest.raises(LookupError, match="no optimizer optimizer"):
-        StandIn(torch, own, "optimizer", {})
+        OptimizerStandIn(torch, own, "optimizer", {})
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_a_lever_that_the_table_does_not_have_gets_the_wide_neutral_prior(facts)
 
 
 @pytest.mark.parametrize("facts", [CPU_FACTS, BF16_FACTS, GPU_FACTS])
-@pytest.mark.parametrize("scene", [CONVOLUTIONAL, RECURRENT, {}])
-def test_every_lever_and_value_has_a_usable_prior(facts, scene):
-    prior = priors(facts, scene, phases(3, 0.5))
+@pytest.mark.parametrize("context", [CONVOLUTIONAL, RECURRENT, {}])
+def test_every_lever_and_value_has_a_usable_prior(facts, context):
+    prior = priors(facts, context, phases(3, 0.5))
     for lever in TABLE:
         for value in VALUES:
             found = prior(lever.name, value)

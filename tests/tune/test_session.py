@@ -10,7 +10,7 @@ import pytest
 from flatout.launch.command import understand
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import GuardRecord, Point, Ratio
+from flatout.plan.records import GuardRecord, Ratio, TimeMemoryPoint
 from flatout.tune.session import differences, job_folder, key_of, load_session, open_session, plan_of, save_session, verdict, write_plan
 
 FACTS = Facts(cpu="Z80", cores=1, python="3.12.1", versions={"torch": "2.14.1", "numpy": "2.0"})
@@ -129,5 +129,5 @@ def test_the_verdict_names_levers_with_fewer_bits(job, command, choices, words):
     session.speedup, session.guard = Ratio(1.34, 1.2, 1.5, 6), GuardRecord("equivalent", "")
     session.best.plan = Plan(tuple(choices)).to_json()
     assert verdict(session).endswith(f"with the same results {words}")
-    session.memory_limit_bytes, session.frontier = 2**30, [Point("plain", 2**31, fits=False), Point("the plan", 2**29, chosen=True)]
+    session.memory_limit_bytes, session.frontier = 2**30, [TimeMemoryPoint("plain", 2**31, fits=False), TimeMemoryPoint("the plan", 2**29, chosen=True)]
     assert verdict(session).endswith(f"with the same results {words}")

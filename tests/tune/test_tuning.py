@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.measure.load import Busy
+from flatout.plan.enums import Effect, Status
 from flatout.plan.folder import JobFolder
 from flatout.plan.records import SessionRecord, TrialRecord
-from flatout.plan.words import Effect, Status
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate
+from flatout.tune.comparison import MeasuredBlock, ProgramResult
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.factors import make_space, recall
 from flatout.tune.narrow import check_a_step
-from flatout.tune.together import Measured, Seen
 from flatout.tune.tuning import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR, Goal, Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
@@ -35,7 +35,7 @@ def make(tmp_path_factory):
 
     def one(budget_s: float | None, tick_ms: float = 10.0, start_cost_s: float = 5.0, **more) -> Tuning:
         tuning = Tuning(command, job, facts, SessionRecord([], str(folder), {}), Goal(**{"budget_s": budget_s, **more}))
-        tuning.arena.tick_ms, tuning.start_cost_s = tick_ms, start_cost_s
+        tuning.interleaver.tick_ms, tuning.start_cost_s = tick_ms, start_cost_s
         return tuning
 
     return one
@@ -47,7 +47,7 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(m
     assert 2 <= tuning.rounds <= ROUNDS_OF_A_PAIR
     if tuning.rounds == 2:
         return  # fewer give no information, whatever they cost
-    measured_s, starts_s = 2 * tuning.rounds * tuning.arena.block_s, tuning.starts_s(2)
+    measured_s, starts_s = 2 * tuning.rounds * tuning.interleaver.block_s, tuning.starts_s(2)
     assert measured_s <= max(2 * PAIR_S, starts_s) * 1.001
     if measured_s > 2 * PAIR_S * 1.001:
         assert PAIRS * (measured_s + starts_s) <= CONFIRM_SHARE * budget_s * 1.001
@@ -91,7 +91,7 @@ def test_the_default_budget(make, start_cost_s, tick_ms, more, budget_s):
 @pytest.mark.parametrize(("device", "budget_s"), [("cuda", 300.0), ("cpu", 90.0)])
 def test_the_default_budget_has_time_for_a_compiler_where_that_usually_pays(make, device, budget_s):
     tuning = make(None, 5.0, 5.0)
-    tuning.session.scene = {"device": device, "layers": ["Conv2d"], "loaders": []}
+    tuning.session.context = {"device": device, "layers": ["Conv2d"], "loaders": []}
     tuning.candidates["compile"] = Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)
     tuning.settle_budget()
     assert tuning.budget_s == budget_s
@@ -109,7 +109,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     for process in range(6):
         life = {"malloc=glibc"} if process % 2 else set()
         rows = [frozenset(life | set(live)) for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))] * 2
-        seen = Seen(blocks=[Measured(at, 10.0 * process + at, at * 35, 10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01))
+        seen = ProgramResult(blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, 10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01))
                             for at, row in enumerate(rows)])
         tuning.keep_blocks(process, rows, seen, 0)
     assert best_measured(tuning) == {"malloc=glibc"}
@@ -135,7 +135,7 @@ def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int =
     for process in range(processes):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3
-        tuning.keep_blocks(process, rows, Seen(blocks=[Measured(at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)))
+        tuning.keep_blocks(process, rows, ProgramResult(blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)))
                                                        for at, row in enumerate(rows)]), 0)
 
 
@@ -186,7 +186,7 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
     tuning = make(90.0)
     tuning.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
     make_space(tuning)
-    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], Seen(blocks=[Measured(0, 1.0, 0, 10.0), Measured(1, 2.0, 35, 9.0)]), 0)
+    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], ProgramResult(blocks=[MeasuredBlock(0, 1.0, 0, 10.0), MeasuredBlock(1, 2.0, 35, 9.0)]), 0)
     later = make(90.0)
     later.session = tuning.session
     later.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)

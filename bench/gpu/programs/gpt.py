@@ -1,4 +1,4 @@
-"""GPT-2 124M from scratch in plain float32, with attention written out by hand, as people write it.
+"""GPT-2 124M from scratch in plain float32, with attention written by hand, as users write it.
 
 Tokens are made up (word frequencies like a language's, and some order), so nothing has to be downloaded.
 """

@@ -1,5 +1,5 @@
-"""The same network with the one-liners that an informed person adds where launches are what a step waits for: torch.compile with CUDA graphs, a fused
-optimizer, TF32, pinned memory and copies that do not block. Marked with (+). Batch, model and data are those of small.py.
+"""The same network with common one-line optimisations for a launch-bound step: torch.compile with CUDA graphs, a fused
+optimizer, TF32, pinned memory and non-blocking copies. Marked with (+). Batch, model and data are those of small.py.
 """
 
 import torch

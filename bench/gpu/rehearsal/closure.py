@@ -12,7 +12,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each pass takes beside")
+    parser.add_argument("--pause", type=float, default=0.0, help="additional seconds of each pass")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)

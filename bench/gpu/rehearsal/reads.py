@@ -1,4 +1,4 @@
-"""Reads values of a card in many ways: each step and at its end, before a backward pass and long after it, as they were computed and written over."""
+"""Reads values of a card in many ways: in each step and at the end, before and long after a backward pass."""
 
 import argparse
 
@@ -40,11 +40,11 @@ def main():
                 optimizer.zero_grad()
                 scheduler.step()
             late = (outputs.argmax(1) == labels).float().mean()
-            told = [loss.item(), float(loss.detach()), int(correct), metrics["confidence"].cpu().item(), metrics["scaled"].to("cpu").tolist(), float(norm) if
+            metadata = [loss.item(), float(loss.detach()), int(correct), metrics["confidence"].cpu().item(), metrics["scaled"].to("cpu").tolist(), float(norm) if
                     step else 0.0, late.item(), largest]
             with torch.no_grad():
                 loss += 1
-            print(f"step {step}: {' '.join(map(repr, told))} {loss:.6f} {bool(correct)} {loss.item()!r}", flush=True)
+            print(f"step {step}: {' '.join(map(repr, metadata))} {loss:.6f} {bool(correct)} {loss.item()!r}", flush=True)
             step += 1
         model.eval()
         with torch.no_grad():

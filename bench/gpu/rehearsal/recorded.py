@@ -1,6 +1,7 @@
-"""What a recorded step must get right: dropout, running statistics, a shorter last batch, kept outputs, accumulation, clipping, schedules.
+"""Tests recorded steps: dropout, statistics, a shorter last batch, accumulation, clipping, schedules.
 
-``--read``: the forward pass reads a value. ``--penalty N``: every N steps a gradient is differentiated. ``--second``: another model takes part.
+``--read``: the forward pass reads a value. ``--penalty N``: every N steps a gradient is differentiated.
+``--second``: another model takes part.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--optimizer", default="SGD")
-    parser.add_argument("--every-step", action="store_true", help="the learning rate changes in every step")
+    parser.add_argument("--every-step", action="store_true", help="change the learning rate in every step")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--read", action="store_true")
     parser.add_argument("--penalty", type=int, default=0)

@@ -1,9 +1,10 @@
-"""A card that is not there: torch's own CUDA code runs, on host memory and CPU kernels, in the environment that ``environment`` gives.
+"""A stand-in for a GPU: torch's own CUDA code runs on host memory and CPU kernels.
 
-``runtime.cpp`` is a CUDA runtime without a card and is preloaded into each process; ``operators.cpp`` computes on the host what kernels
-would compute on a card. Both are compiled here, once for each torch and each text of theirs, with the headers that torch and triton bring.
-They lean on torch's private parts, so only the versions in ``VERSIONS`` are supported. What is not there: compiled kernels (Triton),
-cuDNN, cuBLAS and NCCL themselves, times, and the order in which a card adds numbers.
+``environment`` gives the environment for it. ``runtime.cpp`` is a CUDA runtime without a GPU, preloaded into
+each process. ``operators.cpp`` computes on the host what kernels would compute on a GPU. Both are compiled
+here, once for each torch and each version of their text, with the headers of torch and triton. They depend on
+torch's internals, so only the versions in ``VERSIONS`` are supported. Not included: compiled kernels
+(Triton), cuDNN, cuBLAS and NCCL themselves, times, and the order in which a GPU adds numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VERSIONS = ("2.14.1+cu130",)  # tried with these
+VERSIONS = ("2.14.1+cu130",)  # tested versions
 CARDS = 2
-MIB = 2048  # of memory on each card
+MIB = 2048  # memory of each card
 PRELOADED = ("libcuda.so.1", "libnvidia-ml.so.1")
 LIBRARIES = ("c10", "c10_cuda", "torch_cpu", "torch_cuda")
 
 
 def missing() -> str | None:
-    """Why there is no stand-in here; None where there can be one."""
+    """Returns why the stand-in is unavailable here; None if it is available."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -36,21 +37,22 @@ def missing() -> str | None:
     local = _torch() / "version.py"
     text = local.read_text(encoding="utf-8") if local.is_file() else version
     if not any(repr(known)[1:-1] in text for known in VERSIONS):
-        return f"the stand-in for a card was tried with torch {' and '.join(VERSIONS)}, not with {version}"
+        return f"the stand-in for a GPU supports torch {' and '.join(VERSIONS)}, not {version}"
     if shutil.which("g++") is None:
-        return "there is no g++ to compile the stand-in for a card with"
+        return "g++ is not installed; the stand-in for a GPU needs it to compile"
     if not (_headers() / "cuda_runtime_api.h").is_file():
-        return "triton, which brings the headers of CUDA, is not installed"
+        return "triton is not installed; the stand-in needs its CUDA headers"
     return None
 
 
 def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib: int = MIB, waits: Path | None = None,
                 kernel_us: int = 0) -> dict[str, str]:
-    """``before`` (the present environment by default) and what puts ``cards`` cards with ``mib`` MiB each in the place of the machine's.
+    """Returns ``before`` (default: the current environment) with stand-in cards instead of real GPUs.
 
-    ``waits``: a file to which each process appends, at its end, how often which line waited for the card (count, call, line; separated by tabs).
-    ``kernel_us``: how long each kernel and copy keeps the card busy, beside the host, which computes them at their launch.
-    Raises RuntimeError where the stand-in cannot be compiled.
+    ``cards`` cards have ``mib`` MiB each. ``waits``: a file to which each process appends at its end how often
+    each line waited for the card (count, call, line; separated by tabs). ``kernel_us``: how long each kernel and
+    copy keeps the card busy, in addition to the host, which computes them at their launch. Raises RuntimeError
+    where the stand-in cannot be compiled.
     """
     folder = built()
     values = dict(os.environ if before is None else before)
@@ -61,9 +63,9 @@ def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib
 
 
 def built() -> Path:
-    """The folder with both libraries, which are compiled where they are not there yet: about 25 seconds.
+    """Returns the folder with both libraries, and compiles missing ones: about 25 seconds.
 
-    Raises RuntimeError with the compiler's words, or with the reason why they cannot be compiled here.
+    Raises RuntimeError with the compiler's output, or with the reason why they cannot be compiled here.
     """
     if why := missing():
         raise RuntimeError(why)

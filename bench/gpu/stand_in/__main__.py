@@ -1,4 +1,7 @@
-"""Runs a command with cards that are not there: ``python bench/gpu/stand_in [--cards 2] [--mib 2048] [--waits FILE] COMMAND...``."""
+"""Runs a command on stand-in GPUs.
+
+Usage: ``python bench/gpu/stand_in [--cards 2] [--mib 2048] [--waits FILE] COMMAND...``.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from stand_in import CARDS, MIB, environment
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="stand_in")
     parser.add_argument("--cards", type=int, default=CARDS)
-    parser.add_argument("--mib", type=int, default=MIB, help="memory of each card")
-    parser.add_argument("--waits", type=Path, help="write to this file which line waited for the card, and how often")
-    parser.add_argument("--kernel-us", type=int, default=0, help="how long each kernel keeps the card busy")
+    parser.add_argument("--mib", type=int, default=MIB, help="memory of each card in MiB")
+    parser.add_argument("--waits", type=Path, help="write to this file how often each line waited for the card")
+    parser.add_argument("--kernel-us", type=int, default=0, help="time for which each kernel keeps the card busy")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:

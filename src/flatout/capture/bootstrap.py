@@ -62,7 +62,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 def say(sentence: str) -> None:
     """Print a line for the user; all lines of flatout under a running script go through here."""
-    from flatout.plan.legible import harmless
+    from flatout.plan.sanitize import harmless
 
     sys.stderr.write(f"flatout: {harmless(sentence)}\n")
     sys.stderr.flush()
@@ -99,7 +99,7 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
 
 def speaks_first(path: str) -> bool:
     """Whether this process tells the user what was applied: the first process of a run that asks."""
-    return _is_first(f"{path}.told")
+    return _is_first(f"{path}.reported")
 
 
 def keeps_first(path: str) -> bool:

@@ -24,11 +24,11 @@ from types import ModuleType
 from typing import Any
 
 from flatout.capture.bootstrap import AfterImport, say, speaks_first
-from flatout.capture.demands import ACCELERATORS, ASKS, Demands
+from flatout.capture.cuda_checks import ACCELERATORS, ASKS, CudaChecks
 from flatout.capture.frames import is_users
 from flatout.capture.host_answers import host_answers, zero
 from flatout.capture.ledger import Ledger
-from flatout.plan.standing import standing
+from flatout.plan.rank_environment import standing
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_A_MODULE = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
@@ -49,12 +49,12 @@ def redirect(torch: ModuleType, asked: str, visible: str | None) -> None:
 
 def tell_first(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
-    claim = f"{os.environ.get('FLATOUT_TOLD', os.devnull)}.device"
+    claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
     here = standing()  # of several ranks, one prints
     rank = here.rank if here is not None else int(os.environ.get("RANK") or 0)
-    if rank == 0 and "FLATOUT_TOLD" in os.environ and speaks_first(claim):
+    if rank == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
         say(sentence)
-        atexit.register(_remove, f"{claim}.told", os.getpid())
+        atexit.register(_remove, f"{claim}.reported", os.getpid())
 
 
 def _remove(path: str, pid: int) -> None:
@@ -82,7 +82,7 @@ class Redirection:
         self.on_host = self.target.type == "cpu"
         # ``chosen``: the script names exactly this device; a device without a number may mean it
         self.named = self.chosen = False
-        self.demands = Demands()
+        self.demands = CudaChecks()
         self._known: dict[Any, Any] = {}
 
     def __call__(self, device: Any) -> Any:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 
 HOME = str(Path(__file__).resolve().parents[1]) + "/"
 PYTHON = tuple({str(Path(path)) + "/" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib")})
@@ -56,7 +56,7 @@ def users_line(frame: FrameType | None) -> Line | None:
     return library
 
 
-def place_of(line: Line | None) -> Place | None:
+def place_of(line: Line | None) -> SourceLocation | None:
     return place_at(*spelled(line)) if line is not None else None
 
 
@@ -66,5 +66,5 @@ def spelled(line: Line) -> tuple[str, int, str]:
     return code.co_filename, number, "" if code.co_name == "<module>" else code.co_qualname
 
 
-def place_at(filename: str, line: int, function: str = "") -> Place:
-    return Place(filename, line, 0, function, linecache.getline(filename, line).strip())
+def place_at(filename: str, line: int, function: str = "") -> SourceLocation:
+    return SourceLocation(filename, line, 0, function, linecache.getline(filename, line).strip())

@@ -37,14 +37,14 @@ class OperatorLines:
 
         class Hearing(TorchDispatchMode):
             def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                lines._heard(function, args)
+                lines._observed(function, args)
                 return function(*args, **(kwargs or {}))
 
         mode = Hearing()
         mode.__enter__()
         self.ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
-    def _heard(self, function: Any, args: Any) -> None:
+    def _observed(self, function: Any, args: Any) -> None:
         node = self.torch._C._current_autograd_node()
         if node is None:
             line = users_line(sys._getframe(2))

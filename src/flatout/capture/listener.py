@@ -24,7 +24,7 @@ class Listener:
         """Called when a backward pass has computed its gradients and waits for the exchange between ranks."""
 
     def exchange_end(self, traffic: Any) -> None:
-        """Called after the exchange. ``traffic`` describes what was sent (ranks/convoy.py)."""
+        """Called after the exchange. ``traffic`` describes what was sent (ranks/bucket_queue.py)."""
 
     def optimizer_begin(self, optimizer: Any) -> None: ...
     def optimizer_end(self, optimizer: Any) -> None: ...
@@ -48,17 +48,17 @@ class Guarded(Listener):
         self._listener = listener
         self.__dict__.update({name: self._careful(getattr(listener, name)) for name in EVENTS})
 
-    def _careful(self, hear: Callable[..., None]) -> Callable[..., None]:
-        @wraps(hear)
-        def hear_or_leave(*args: Any) -> None:
+    def _careful(self, observe: Callable[..., None]) -> Callable[..., None]:
+        @wraps(observe)
+        def observe_or_leave(*args: Any) -> None:
             try:
-                hear(*args)
+                observe(*args)
             except Exception as error:
                 for name in EVENTS:  # the methods of the class remain; they do nothing
                     self.__dict__.pop(name, None)
                 self._listener.broke(error)
 
-        return hear_or_leave
+        return observe_or_leave
 
 
 class Several(Listener):
@@ -70,12 +70,12 @@ class Several(Listener):
         self.__dict__.update({name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS})
 
     @staticmethod
-    def _each(hearing: Sequence[Callable[..., None]]) -> Callable[..., None]:
-        def hear(*args: Any) -> None:
-            for each in hearing:
+    def _each(observing: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        def observe(*args: Any) -> None:
+            for each in observing:
                 each(*args)
 
-        return hear
+        return observe
 
     def broke(self, error: Exception) -> None:
         self.listeners[0].broke(error)

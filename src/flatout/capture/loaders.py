@@ -57,14 +57,14 @@ class Loaders:
         self._dataset: Callable[[], Any] | None = None
         self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def hear_making(self, ledger: Ledger) -> None:
+    def observe_making(self, ledger: Ledger) -> None:
         """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed later."""
         loader_class = self.torch.utils.data.DataLoader
         init = loader_class.__init__
         signature = inspect.signature(init)
 
         @wraps(init)
-        def init_heard(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 bound = signature.bind(loader, *args, **kwargs)
             except TypeError:
@@ -78,7 +78,7 @@ class Loaders:
                 init(loader, **changed)
             self._note(loader, asked, changed, place_of(users_line(sys._getframe(1))))
 
-        ledger.set(loader_class, "__init__", init_heard)
+        ledger.set(loader_class, "__init__", hooked_init)
         self._keep_the_draw(ledger)
         self._feed_iterators(ledger)
 
@@ -106,7 +106,7 @@ class Loaders:
             asked = arguments_of(loader, self.torch)
             self._note(loader, asked, asked)
 
-    def made_anew(self, loader: Any, ledger: Ledger) -> Any:
+    def made_again(self, loader: Any, ledger: Ledger) -> Any:
         """Return the DataLoader rebuilt according to the rules; feeds act on it from here on."""
         if loader not in self.alive:
             return loader
@@ -132,12 +132,12 @@ class Loaders:
         reset = iterator_class._reset
 
         @wraps(reset)
-        def reset_heard(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        def hooked_reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
             if not first_iter and loader in self._made_persistent:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             reset(iterator, loader, first_iter)
 
-        ledger.set(iterator_class, "_reset", reset_heard)
+        ledger.set(iterator_class, "_reset", hooked_reset)
 
     def feed_by(self, rule: FeedRule) -> Callable[[], None]:
         """Feed iterators that are created from now on by this rule; return the function that ends it."""
@@ -168,43 +168,43 @@ class Loaders:
 
         ledger.set(iterator_class, "__init__", init_fed)
 
-    def hear_batches(self, ledger: Ledger, scene: Any) -> None:
+    def observe_batches(self, ledger: Ledger, context: Any) -> None:
         """Wrap the fetch of a batch while gradients are enabled: evaluation usually disables them."""
         iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
         take = iterator_class.__next__
 
         @wraps(take)
-        def next_heard(iterator: Any) -> Any:
-            if scene.asleep or not scene.torch.is_grad_enabled():
+        def hooked_next(iterator: Any) -> Any:
+            if context.asleep or not context.torch.is_grad_enabled():
                 return take(iterator)
-            scene.listener.data_begin(iterator)
+            context.listener.data_begin(iterator)
             batch = take(iterator)
             self._last = self._numbers.get(iterator)
-            scene.listener.data_end(iterator, batch)
+            context.listener.data_end(iterator, batch)
             return batch
 
-        ledger.set(iterator_class, "__next__", next_heard)
-        self._hear_iterators(ledger, scene)
+        ledger.set(iterator_class, "__next__", hooked_next)
+        self._observe_iterators(ledger, context)
 
-    def _hear_iterators(self, ledger: Ledger, scene: Any) -> None:
+    def _observe_iterators(self, ledger: Ledger, context: Any) -> None:
         """Wrap the start of an epoch, where workers start."""
         loader_class = self.torch.utils.data.DataLoader
         begin = loader_class.__iter__
 
         @wraps(begin)
-        def iter_heard(loader: Any) -> Any:
-            if scene.asleep:
+        def hooked_iter(loader: Any) -> Any:
+            if context.asleep:
                 return begin(loader)
-            scene.listener.iterator_begin(loader)
+            context.listener.iterator_begin(loader)
             iterator = begin(loader)
             if loader in self.number:
                 self._numbers[iterator] = self.number[loader]
                 if not loader.persistent_workers:  # such loaders hold their iterator
                     iterator.flatout_loader = loader  # `for batch in DataLoader(...)` holds only the iterator
-            scene.listener.iterator_end(loader, iterator)
+            context.listener.iterator_end(loader, iterator)
             return iterator
 
-        ledger.set(loader_class, "__iter__", iter_heard)
+        ledger.set(loader_class, "__iter__", hooked_iter)
 
     def backward_begins(self) -> None:
         """Count the loader of the last batch as training.

@@ -17,7 +17,7 @@ MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
 Heard = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
-def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
+def observe_masks(torch: Any, ledger: Ledger, observed: Heard, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
     """Hook indexing by tensors.
 
     ``heard(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
@@ -34,7 +34,7 @@ def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, 
     def kernel(keys: Any, tensor: Any, indices: Sequence[Any]) -> Any:
         for each in indices:
             if each is not None and each.dtype in masks and not each.is_meta:
-                return heard(lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1))
+                return observed(lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1))
         found = index.redispatch(keys & below, tensor, indices)
         others(found, sys._getframe(1))
         return found

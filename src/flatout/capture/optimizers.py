@@ -27,30 +27,30 @@ class Optimizers:
     def stepping(self) -> bool:
         return bool(self._stepping)
 
-    def hear(self, ledger: Ledger, scene: Any) -> None:
-        """Report each outermost step to ``scene``, until the ledger is restored."""
+    def observe(self, ledger: Ledger, context: Any) -> None:
+        """Report each outermost step to ``context``, until the ledger is restored."""
         from torch.optim import optimizer as torchs
 
         def begins(optimizer: Any, args: tuple, kwargs: dict) -> None:
-            if not scene.asleep and self._begins(optimizer):
-                scene.optimizer_begins(optimizer)
+            if not context.asleep and self._begins(optimizer):
+                context.optimizer_begins(optimizer)
 
         def ends(optimizer: Any, args: tuple, kwargs: dict) -> None:
-            if not scene.asleep and self._ends(optimizer):
-                scene.optimizer_ends(optimizer)
+            if not context.asleep and self._ends(optimizer):
+                context.optimizer_ends(optimizer)
 
         ledger.call("optimizer step hook", torchs.register_optimizer_step_pre_hook(begins).remove)
         ledger.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
-        ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, scene))
+        ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, context))
 
-    def _wrap_init(self, init: Callable, scene: Any) -> Callable:
+    def _wrap_init(self, init: Callable, context: Any) -> Callable:
         @wraps(init)
-        def init_heard(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if not scene.asleep:
+            if not context.asleep:
                 self.meet(optimizer)
 
-        return init_heard
+        return hooked_init
 
     def meet(self, optimizer: Any) -> None:
         key = id(optimizer)

@@ -25,12 +25,12 @@ class Scalers:
         known = self._unscaled.get(id(loss)) if self._unscaled else None
         return known[1] if known is not None and known[0]() is loss else loss
 
-    def hear(self, ledger: Ledger, scene: Any) -> None:
+    def observe(self, ledger: Ledger, context: Any) -> None:
         scaler_class = self.torch.amp.GradScaler
         scale, step = scaler_class.scale, scaler_class.step
 
         @wraps(scale)
-        def scale_heard(scaler: Any, outputs: Any) -> Any:
+        def hooked_scale(scaler: Any, outputs: Any) -> Any:
             scaled = scale(scaler, outputs)
             self._seen.setdefault(id(scaler), weakref.ref(scaler))
             if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
@@ -38,13 +38,13 @@ class Scalers:
             return scaled
 
         @wraps(step)
-        def step_heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            heard = scene.optimizer_events
+        def hooked_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            observed = context.optimizer_events
             result = step(scaler, optimizer, *args, **kwargs)
             # With infinite gradients the optimizer was not called, but the cycle has ended all the same.
-            if scaler.is_enabled() and scene.optimizer_events == heard and not scene.asleep:
-                scene.optimizer_left_out(optimizer)
+            if scaler.is_enabled() and context.optimizer_events == observed and not context.asleep:
+                context.optimizer_left_out(optimizer)
             return result
 
-        ledger.set(scaler_class, "scale", scale_heard)
-        ledger.set(scaler_class, "step", step_heard)
+        ledger.set(scaler_class, "scale", hooked_scale)
+        ledger.set(scaler_class, "step", hooked_step)

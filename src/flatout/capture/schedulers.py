@@ -19,7 +19,7 @@ class Schedulers:
         module = torch.optim.lr_scheduler
         for kind in (module.LRScheduler, *(getattr(module, name) for name in MAKE_THEMSELVES if hasattr(module, name))):
             if "__init__" in vars(kind):
-                ledger.set(kind, "__init__", self._heard(kind.__init__))
+                ledger.set(kind, "__init__", self._observed(kind.__init__))
 
     @property
     def outermost(self) -> list[Any]:
@@ -28,13 +28,13 @@ class Schedulers:
         driven = {id(inner) for scheduler in alive for inner in getattr(scheduler, "_schedulers", ())}
         return [scheduler for scheduler in alive if id(scheduler) not in driven]
 
-    def _heard(self, init: Callable) -> Callable:
+    def _observed(self, init: Callable) -> Callable:
         seen = self._seen
 
         @wraps(init)
-        def init_heard(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             init(scheduler, *args, **kwargs)
             key = id(scheduler)
             seen[key] = weakref.ref(scheduler, lambda _: seen.pop(key, None))
 
-        return init_heard
+        return hooked_init

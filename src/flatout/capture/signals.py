@@ -18,7 +18,7 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+OBSERVED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class Signals:
@@ -41,10 +41,10 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return False
         self._set, self._get = signal.signal, signal.getsignal
-        self._theirs = {number: self._get(number) for number in HEARD}
+        self._theirs = {number: self._get(number) for number in OBSERVED}
         ledger.set(signal, "signal", self._wrap_set(self._set))
         ledger.set(signal, "getsignal", self._wrap_get(self._get))
-        for number in HEARD:
+        for number in OBSERVED:
             self._stand_before(number)
         ledger.call("signal handlers", self.leave)
         os.register_at_fork(after_in_child=self.leave)
@@ -59,7 +59,7 @@ class Signals:
             return
         theirs, self._theirs = self._theirs, {}
         for number, handler in theirs.items():
-            if self._get(number) == self._hear:
+            if self._get(number) == self._observe:
                 self._set(number, handler)
 
     def look_again(self) -> None:
@@ -67,7 +67,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number, known in list(self._theirs.items()):
                 now = self._get(number)
-                if now != self._hear and now is not known:
+                if now != self._observe and now is not known:
                     self._beneath[number], self._theirs[number] = known, now
                     self._stand_before(number)
 
@@ -90,9 +90,9 @@ class Signals:
     def _stand_before(self, number: int) -> None:
         handler = self._theirs[number]
         if callable(handler) or handler == signal.SIG_DFL:  # neither ignored signals nor handlers of C code
-            self._set(number, self._hear)
+            self._set(number, self._observe)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _observe(self, number: int, frame: FrameType | None) -> None:
         by_the_program = sys._getframe(1) is not frame  # the script's handler calls the one it replaced
         if number not in self._passing and os.getpid() == self.pid and not self.before(number):
             return
@@ -102,22 +102,22 @@ class Signals:
 
     def _wrap_set(self, really: Callable) -> Callable:
         @wraps(really)
-        def signal_heard(signalnum: Any, handler: Any) -> Any:
+        def hooked_signal(signalnum: Any, handler: Any) -> Any:
             if signalnum not in self._theirs or not (callable(handler) or handler == signal.SIG_DFL):
                 before = really(signalnum, handler)
                 if signalnum not in self._theirs:
                     return before
             else:
-                really(signalnum, self._hear)
+                really(signalnum, self._observe)
             before, self._theirs[signalnum] = self._theirs[signalnum], handler
             return before
 
-        return signal_heard
+        return hooked_signal
 
     def _wrap_get(self, really: Callable) -> Callable:
         @wraps(really)
-        def getsignal_heard(signalnum: Any) -> Any:
+        def hooked_getsignal(signalnum: Any) -> Any:
             found = really(signalnum)
-            return self._theirs[signalnum] if found == self._hear and signalnum in self._theirs else found
+            return self._theirs[signalnum] if found == self._observe and signalnum in self._theirs else found
 
-        return getsignal_heard
+        return hooked_getsignal

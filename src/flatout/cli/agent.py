@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 from flatout.capture.bootstrap import speaks_first
-from flatout.launch.beats import LOST_S, Beats
 from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, of_other_launchers, own_address, torchrun_words
+from flatout.launch.node_heartbeats import LOST_S, HeartbeatMonitor
 from flatout.launch.nodes import Endpoint, Nodes
-from flatout.launch.rendezvous import Rounds, claimed, client, reached_from_elsewhere, register, served, wait_for
+from flatout.launch.rendezvous import RoundRendezvous, claimed, client, reached_from_elsewhere, register, served, wait_for
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
 
 LINES = 30  # shown from the end of a rank's log
@@ -52,24 +52,24 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
     import torch
 
     store = served(torch, listening) if listening else client(torch, at)
-    beats: list[Beats] = []
+    heartbeats: list[HeartbeatMonitor] = []
 
-    def begin(rounds: Rounds) -> None:
-        beats.append(Beats(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at)))
-        beats[0].start()
+    def begin(rounds: RoundRendezvous) -> None:
+        heartbeats.append(HeartbeatMonitor(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at)))
+        heartbeats[0].start()
 
     register(torch, own, begin)
     try:
         _launch(torchrun_words(nodes, at, own, command), at)
     except ProgramFailed as error:
-        if beats[0].ended_round:  # this agent ended it, not the program
+        if heartbeats[0].ended_round:  # this agent ended it, not the program
             return NodesApart.exit_code
         _say(_with_output(error, folder))
         return error.exit_code
     finally:
-        if "FLATOUT_JOB" in os.environ and beats and not beats[0].rounds.has_rank_0:
+        if "FLATOUT_JOB" in os.environ and heartbeats and not heartbeats[0].rounds.has_rank_0:
             speaks_first(os.environ["FLATOUT_JOB"])  # the node of rank 0 reports what was applied
-    beats[0].finish()
+    heartbeats[0].finish()
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
@@ -79,8 +79,8 @@ def _divide(nodes: Nodes, folder: Path) -> None:
     for name in of_other_launchers(os.environ):
         del os.environ[name]
     # A failing rank writes to this file. Nothing reads it here: torch's agent waits for the process to exit.
-    (folder / "bell").touch()
-    os.environ.update({"FLATOUT_DIVIDED": "gpus" if nodes.gpus else "procs", "FLATOUT_GANG": str(folder), "FLATOUT_TOLD": str(folder / "told"),
+    (folder / "event_fifo").touch()
+    os.environ.update({"FLATOUT_DATA_PARALLEL": "gpus" if nodes.gpus else "procs", "FLATOUT_LAUNCH": str(folder), "FLATOUT_CRASH_REPORTS": str(folder / "info"),
                        "FLATOUT_FIRST": ""})
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from flatout.levers import TABLE
+from flatout.plan.enums import Origin
 from flatout.plan.errors import StorageError, UsageError
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan, is_value
-from flatout.plan.words import Origin
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}

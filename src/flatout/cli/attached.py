@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from flatout.capture.bootstrap import keeps_first, say, say_at_once, speaks_first
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener, Several
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.errors import CannotResume
 from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
-from flatout.plan.standing import standing
-from flatout.plan.words import Moment
+from flatout.plan.rank_environment import standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flatout.engine.rescue import Rescue
-    from flatout.replay.again import Again
+    from flatout.replay.script_replay import ScriptReplay
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -35,9 +35,9 @@ def attach(job: dict[str, Any]) -> None:
         if job.get("watch") is None:
             Attached(job, torch)
         else:
-            from flatout.cli.watching import WatchedJob
+            from flatout.cli.live_line import MonitoredJob
 
-            WatchedJob(job, torch)
+            MonitoredJob(job, torch)
     except Exception as error:
         if job.get("resume") is None:
             raise
@@ -59,19 +59,19 @@ class Attached(Listener):
         ledger = Ledger()
         self.rescue, self.again = self._keeping(job, torch, ledger)
         self.kept: Listener | None = self.again or self.rescue
-        self.scene = Scene(torch, self if self.kept is None else Several(self, self.kept), ledger)
+        self.context = TrainingContext(torch, self if self.kept is None else Several(self, self.kept), ledger)
         if here is not None and here.world_size > 1:
-            from flatout.capture.aside import keep_aside, launch_folder
+            from flatout.capture.rank_files import keep_aside, launch_folder
 
-            keep_aside(torch, launch_folder(here), here.rank, self.scene.ledger)
-        self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
+            keep_aside(torch, launch_folder(here), here.rank, self.context.ledger)
+        self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.context)
         self.applier.start(self.plan, EARLY)
-        self.scene.install()
+        self.context.install()
         if self.again is not None:
             self.again.install()
         self.speaks = False
 
-    def _keeping(self, job: dict[str, Any], torch: Any, ledger: Ledger) -> tuple[Rescue | None, Again | None]:
+    def _keeping(self, job: dict[str, Any], torch: Any, ledger: Ledger) -> tuple[Rescue | None, ScriptReplay | None]:
         """Return the checkpoint writer of this process, and the replay that resumes it from its newest usable
         checkpoint or records it from the start.
 
@@ -80,9 +80,9 @@ class Attached(Listener):
             return None, None
         if not job.get("resume"):
             return (_rescue(torch, Path(job["rescue"]), ledger, os.environ["FLATOUT_JOB"]), None) if self.rank == 0 else (None, None)
-        from flatout.cli.resuming import Ranks, resume
+        from flatout.cli.exact_resume import ResumeRanks, resume
 
-        ranks = Ranks.of(torch, Path(job["rescue"]))
+        ranks = ResumeRanks.of(torch, Path(job["rescue"]))
         rescue = _rescue(torch, ranks.folders[ranks.rank], ledger, ranks.claim, ranks.say)
         again = resume(rescue, ledger, self.goes_on, job["resume"], ranks)
         return (rescue, again) if again is not None or self.rank == 0 else (None, None)
@@ -93,22 +93,22 @@ class Attached(Listener):
             self.again.broke(error)
         if self.rescue is not None:
             self.rescue.leave()
-        self.scene.rest()
+        self.context.rest()
 
     def step_end(self) -> None:
-        if self.scene.steps == 1:
+        if self.context.steps == 1:
             with self.again.for_real() if self.again is not None else nullcontext():
                 self.applier.start(self.plan, LATE)
             if self.rescue is not None and (self.again is None or not self.again.going):
-                self.rescue.begin(self.scene)
+                self.rescue.begin(self.context)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
             if self.speaks and (len(self.plan) or self.rescue is None):
                 say(one_line([*self.early, *self.applier.outcomes]))
-        elif self.scene.steps >= 3:
-            for lever, sentence in self.scene.reports:
+        elif self.context.steps >= 3:
+            for lever, sentence in self.context.reports:
                 self._says(lever, sentence)
-            self.scene.reports.clear()
-            self.scene.says = self._says
+            self.context.reports.clear()
+            self.context.says = self._says
             self.settled()
 
     def _says(self, lever: str, sentence: str) -> None:
@@ -118,14 +118,14 @@ class Attached(Listener):
     def settled(self) -> None:
         """Remove the hooks that are no longer needed: all levers are applied and reported."""
         if self.kept is not None and self.rescue is not None and (self.rescue.active or (self.again is not None and self.again.going)):
-            self.scene.listen_for(self.kept)
+            self.context.listen_for(self.kept)
         else:
-            self.scene.rest()
+            self.context.rest()
 
     def goes_on(self) -> None:
         """Begin to keep checkpoints: the replay has reached the saved state."""
         assert self.rescue is not None
-        self.rescue.begin(self.scene)
+        self.rescue.begin(self.context)
 
 
 def _rescue(torch: Any, folder: Path, ledger: Ledger, claim: str, tell: Callable[[str], None] = say_at_once) -> Rescue:

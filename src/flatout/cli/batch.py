@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Amount, Duration, Sizes
-from flatout.cli.asking import Asked, question
+from flatout.cli.measurement import Measurement, measurement_options
 from flatout.plan.batch import BatchRecord
-from flatout.tune.batch_curve import BatchCurve, Wishes
+from flatout.tune.batch_curve import BatchCurve, BatchOptions
 
 
 @click.command(context_settings=PROGRAM)
@@ -18,7 +18,7 @@ from flatout.tune.batch_curve import BatchCurve, Wishes
 @click.option("--memory-limit", default=None, type=Amount(), help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.")
 @click.option("--at-step", default=0, type=click.IntRange(0), help="Training steps before the gradients are measured.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed for torch, numpy and random, set when they are imported.")
-@question
+@measurement_options
 def command(sizes: list[int], budget: float, memory_limit: int | None, at_step: int, seed: int, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
@@ -26,10 +26,10 @@ def command(sizes: list[int], budget: float, memory_limit: int | None, at_step: 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
     It does not touch the program's files. The charts are in batch.html in the job's folder.
     """
-    asked = Asked("batch", words, job)
+    asked = Measurement("batch", words, job)
     record = BatchRecord(**asked.header, budget_s=budget)
-    wishes = Wishes(tuple(sizes), budget, memory_limit, at_step, seed)
-    asked.answer(record, budget, lambda stage, save: BatchCurve(asked.command, asked.folder, asked.facts, record, wishes, stage, save).run())
+    requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step, seed)
+    asked.answer(record, budget, lambda stage, save: BatchCurve(asked.command, asked.folder, asked.facts, record, requested, stage, save).run())
     from flatout.render.batch_page import batch_html, batch_table, sentences
 
     asked.show(record, batch_html(record), [*([batch_table(record)] if record.points else []), *sentences(record)], as_json)

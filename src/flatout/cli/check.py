@@ -13,13 +13,13 @@ from rich.console import Console
 from flatout.cli.arguments import PROGRAM, Duration, writable
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
-from flatout.diagnose.profiling import Wishes
+from flatout.diagnose.profiling import ProfileOptions
 from flatout.diagnose.rules import TABLE
 from flatout.launch.command import understand
 from flatout.plan.errors import ProgramNotFound, UsageError
 from flatout.plan.findings import Finding
 from flatout.probe.machine import look
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text, summary
 from flatout.tune.session import job_folder
@@ -63,7 +63,7 @@ def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: 
     elif form == "json":
         click.echo(json_text(found, [source.path for source in program.sources], program.unread))
     else:
-        rules = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to mend it"), rule.severity.value) for rule in TABLE]
+        rules = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to fix it"), rule.severity.value) for rule in TABLE]
         click.echo(sarif_text(found, rules))
     return 1 if found else 0
 
@@ -73,11 +73,11 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
     if run_s < SHORTEST_S:
         raise UsageError(f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s.")
     cmd = understand(("python", *words) if words[0] == "-m" else words)
-    found = profile(cmd, writable(job_folder(cmd), False), look(), Wishes(budget_s=run_s)).findings
+    found = profile(cmd, writable(job_folder(cmd), False), look(), ProfileOptions(budget_s=run_s)).findings
     return [replace(finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))) for finding in found]
 
 
-def read(words: tuple[str, ...]) -> Program:
+def read(words: tuple[str, ...]) -> ScriptProgram:
     """Return the program that a command line starts.
 
     Raises UsageError if its source is missing or unreadable."""
@@ -85,7 +85,7 @@ def read(words: tuple[str, ...]) -> Program:
         raise UsageError("no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`.")
     script, module = _script(words)
     try:
-        return Program.read(script, Path.cwd() if module else None)
+        return ScriptProgram.read(script, Path.cwd() if module else None)
     except Unreadable as error:
         raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
     except FileNotFoundError:

@@ -10,11 +10,11 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from flatout.diagnose.doctor.seeing import Look
+from flatout.diagnose.doctor.snapshot import SnapshotTaker
 from flatout.plan.ceilings import CeilingsRecord
 from flatout.plan.errors import UsageError
 from flatout.plan.folder import read_json
-from flatout.plan.sight import Sight, Verdict
+from flatout.plan.machine_snapshot import MachineSnapshot, Verdict
 
 
 @click.command()
@@ -29,25 +29,25 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
     """
     if bench and replay:
         raise UsageError("--bench measures this machine, but --replay checks another. Use one of them.")
-    sight = _recorded(replay) if replay else _seen()
-    from flatout.diagnose.doctor.examining import examine
+    snapshot = _recorded(replay) if replay else _seen()
+    from flatout.diagnose.doctor.checks import examine
     from flatout.render.doctor import doctor_page
 
-    checks = examine(sight)
+    checks = examine(snapshot)
     console = Console(highlight=False)
     if not as_json:
         console.print(doctor_page(checks), crop=False)
     ceilings = _bench(console, as_json) if bench else None
     if as_json:
-        found = {"sight": sight.to_json(), "checks": [check.to_json() for check in checks]}
+        found = {"snapshot": snapshot.to_json(), "checks": [check.to_json() for check in checks]}
         click.echo(json.dumps(found | ({"ceilings": ceilings.to_json()} if ceilings else {}), indent=1))
     return int(any(check.verdict == Verdict.PROBLEM for check in checks))
 
 
-def _seen() -> Sight:
-    with Look() as looking, Console(stderr=True).status("inspecting this machine; importing torch in a child process"):  # shown only on a terminal
+def _seen() -> MachineSnapshot:
+    with SnapshotTaker() as looking, Console(stderr=True).status("inspecting this machine; importing torch in a child process"):  # shown only on a terminal
         # Import the modules needed later while the child imports torch, which takes the longest.
-        importlib.import_module("flatout.diagnose.doctor.examining")
+        importlib.import_module("flatout.diagnose.doctor.checks")
         importlib.import_module("flatout.render.doctor")
         return looking.take()
 
@@ -70,9 +70,9 @@ def _bench(console: Console, quiet: bool) -> CeilingsRecord:
     return record
 
 
-def _recorded(path: Path) -> Sight:
+def _recorded(path: Path) -> MachineSnapshot:
     data = read_json(path)
     try:
-        return Sight.from_json(data["sight"])
+        return MachineSnapshot.from_json(data["snapshot"])
     except (TypeError, AttributeError, KeyError):
         raise UsageError(f"{path} is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > {path}`.") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from flatout.diagnose.explain import Told, explain_text, lines
+from flatout.diagnose.explain import Explanation, explain_text, lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.logs import gather
 from flatout.plan.errors import UsageError
@@ -39,14 +39,14 @@ def command(words: tuple[str, ...], as_json: bool) -> int:
     if len(words) == 1 and CODE.fullmatch(words[0]):
         click.echo(_page(words[0]))
         return 0
-    told = explain_text(_text(words))
+    info = explain_text(_text(words))
     if as_json:
-        click.echo(json.dumps([{**one.finding.to_json(), "ranks": one.ranks} for one in told], indent=1))
-    elif told:
-        click.echo("\n\n".join(_paragraph(one) for one in told))
+        click.echo(json.dumps([{**one.finding.to_json(), "ranks": one.ranks} for one in info], indent=1))
+    elif info:
+        click.echo("\n\n".join(_paragraph(one) for one in info))
     else:
         click.echo("flatout does not know this failure, and it does not guess. docs/errors/README.md lists the failures that it knows.")
-    return 0 if told else UNKNOWN
+    return 0 if info else UNKNOWN
 
 
 def _text(words: tuple[str, ...]) -> str:
@@ -80,9 +80,9 @@ def _is_path(word: str) -> bool:
     return "\n" not in word and not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
 
 
-def _paragraph(told: Told) -> str:
-    first, *others = lines(told.finding, told.ranks)
-    return "\n".join([f"{told.finding.rule} {told.finding.name}: {first}", *others])
+def _paragraph(info: Explanation) -> str:
+    first, *others = lines(info.finding, info.ranks)
+    return "\n".join([f"{info.finding.rule} {info.finding.name}: {first}", *others])
 
 
 def _page(code: str) -> str:

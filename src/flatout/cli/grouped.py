@@ -22,7 +22,8 @@ class Grouped(click.Command):
         self.groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = {param.name: row for param in self.get_params(ctx) if (row := param.get_help_record(ctx)) is not None}
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        rows = {option.name: row for option in options if (row := option.get_help_record(ctx)) is not None}
         grouped = {name for names in self.groups.values() for name in names}
         for heading, names in {"Options": [name for name in rows if name not in grouped], **self.groups}.items():
             shown = [rows[name] for name in names if name in rows]

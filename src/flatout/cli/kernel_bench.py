@@ -24,7 +24,7 @@ QUICK = 64  # divides the copy, and 8 the side, when the figures do not matter
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTiming:
     """The timing of one implementation in one case.
 
     ``ms`` is the median call. ``ratio`` is the speed-up over the reference with its 95 % interval.
@@ -98,7 +98,7 @@ def kernel_of(subject: str) -> Any:
 
 
 def rows_of(kernel: Any, rounds: int, only: str = "", others: Callable[[Any, Any], dict[str, Callable[..., Any]]] | None = None,
-            roof: Roofline | None = None) -> Iterator[Row]:
+            roof: Roofline | None = None) -> Iterator[KernelTiming]:
     """Measure every bench case. ``others(kernel, case)`` adds implementations by name.
 
     Raises UsageError if there is no case."""
@@ -118,12 +118,12 @@ def rows_of(kernel: Any, rounds: int, only: str = "", others: Callable[[Any, Any
                 if not implementation.needs or gpu:
                     contestants[implementation.name] = implementation.call
                 else:
-                    yield Row(kernel.name, case.title, implementation.name, work, why_not="torch sees no CUDA device here")
-            yield from _contest(kernel, case, work, contestants, inputs, rounds, roof)
+                    yield KernelTiming(kernel.name, case.title, implementation.name, work, why_not="torch sees no CUDA device here")
+            yield from _comparison(kernel, case, work, contestants, inputs, rounds, roof)
 
 
-def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int,
-             roof: Roofline) -> Iterator[Row]:
+def _comparison(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int,
+             roof: Roofline) -> Iterator[KernelTiming]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +143,7 @@ def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[
             once_ms = clock.elapsed_ms(start, clock.mark())
             calls[name] = (call, max(int(BLOCK_MS / max(once_ms, 1e-3)), 1), torch.cuda.max_memory_allocated() - before if device == "cuda" else None)
         except Exception as error:  # a compiler failure or out of memory is a result
-            yield Row(kernel.name, case.title, name, work, why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            yield KernelTiming(kernel.name, case.title, name, work, why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
@@ -160,7 +160,7 @@ def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[
         gb = moved / ms / 1e6 if moved and work == "forward" else None
         tflop = flops / ms / 1e9 if flops and work != "forward" else None
         peak = roof.tflop_per_s.get(str(case.dtype).removeprefix("torch."))
-        yield Row(kernel.name, case.title, name, work, ms, (ratio.median, ratio.low, ratio.high) if ratio else None, gb, tflop,
+        yield KernelTiming(kernel.name, case.title, name, work, ms, (ratio.median, ratio.low, ratio.high) if ratio else None, gb, tflop,
                   gb / roof.gb_per_s if gb else tflop / peak if tflop and peak else None, calls[name][2])
 
 
@@ -194,7 +194,7 @@ def _placed(value: Any, gpu: bool) -> Any:
 COLUMNS = ("implementation", "ms", "speed-up [95 %]", "of the roofline", "peak memory")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: KernelTiming) -> tuple[str, ...]:
     """Return the text of one table row."""
     if row.ms is None:
         return (row.contestant, "not run", row.why_not, "", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration
-from flatout.cli.asking import Asked, question
+from flatout.cli.measurement import Measurement, measurement_options
 from flatout.plan.errors import UsageError
 from flatout.plan.lr_range import OWN, LrRecord, read_optimizers
 from flatout.tune.lr_range import FEWEST, Ranging
@@ -21,7 +21,7 @@ from flatout.tune.lr_range import FEWEST, Ranging
               help="Optimizers to test: own, names of torch.optim or package.Class: \"own,adamw,sgd(momentum=0.9)\".")
 @click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time for all steps; slow programs run fewer steps.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
-@question
+@measurement_options
 def command(low: float, high: float, steps: int, optimizers: str, budget: float, seed: int, job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
     """Measure how the loss of an unchanged program depends on its learning rate.
 
@@ -32,11 +32,11 @@ def command(low: float, high: float, steps: int, optimizers: str, budget: float,
     """
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
-    wishes = read_optimizers(optimizers)
-    asked = Asked("lr", words, job)
+    requested = read_optimizers(optimizers)
+    asked = Measurement("lr", words, job)
     record = LrRecord(**asked.header)
     asked.answer(record, budget, lambda stage, save:
-                 Ranging(asked.command, asked.folder, asked.facts, record, budget, seed, stage).run(wishes, low, high, steps))
+                 Ranging(asked.command, asked.folder, asked.facts, record, budget, seed, stage).run(requested, low, high, steps))
     from flatout.render.lr_page import because, headline, lr_html, lr_table
 
     asked.show(record, lr_html(record), [f"{headline(record)}: {because(record)}\n", lr_table(record), *(f"note: {note}" for note in record.notes)], as_json)

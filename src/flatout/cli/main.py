@@ -9,7 +9,7 @@ import click
 
 from flatout import __version__
 from flatout.plan.errors import FlatoutError
-from flatout.plan.legible import harmless
+from flatout.plan.sanitize import harmless
 
 GROUPS = {
     "Tune and run": {

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Amount, Duration, Sizes
-from flatout.cli.asking import Asked, question
+from flatout.cli.measurement import Measurement, measurement_options
 from flatout.plan.memory_forecast import MemoryForecast
-from flatout.tune.memory_forecast import Forecast, Question
+from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 
 @click.command(context_settings=PROGRAM)
@@ -20,7 +20,7 @@ from flatout.tune.memory_forecast import Forecast, Question
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Then measure real steps at the script's own batch size and one requested size.")
 @click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
-@question
+@measurement_options
 def command(sizes: list[int], memory_limit: int | None, device: str, measure: bool, budget: float, seed: int, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
     """Predict the peak memory of a training step, and its contents, for any batch size.
@@ -29,9 +29,9 @@ def command(sizes: list[int], memory_limit: int | None, device: str, measure: bo
     no values and take no memory, and the program learns nothing. flatout then starts it again and measures
     some real steps, to report the error of the prediction. The chart is memory.html in the job's folder.
     """
-    asked = Asked("memory", words, job)
+    asked = Measurement("memory", words, job)
     record = MemoryForecast(**asked.header)
-    wanted = Question(sizes, device == "cuda", memory_limit, measure, budget, seed)
+    wanted = ForecastOptions(sizes, device == "cuda", memory_limit, measure, budget, seed)
     asked.answer(record, budget, lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run())
     from flatout.render.memory_page import memory_html, memory_tables
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from flatout.cli.arguments import PROGRAM, program, read_plan
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Origin
 from flatout.plan.errors import PlanError
 from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Origin
 from flatout.render.terminal import plan_table
 from flatout.tune.session import job_folder, load_session, plan_files
 

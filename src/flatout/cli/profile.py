@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 
 from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.asking import header, kept
 from flatout.cli.device import choose, device_option
+from flatout.cli.measurement import header, kept
 from flatout.cli.progress import LiveProgress
-from flatout.diagnose.profiling import MEMORY_STAGES, Profiling, Wishes
+from flatout.diagnose.profiling import MEMORY_STAGES, ProfileOptions, Profiling
 from flatout.launch.command import Command, understand
 from flatout.plan.errors import UsageError
 from flatout.plan.facts import Facts
@@ -70,10 +70,10 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
     cmd = understand(words_or_usage(words, "profile"))
     choose(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
-    wishes = Wishes(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
+    requested = ProfileOptions(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
     if memory:
-        wishes = replace(wishes, stages=MEMORY_STAGES, leak_ticks=LONG * wishes.leak_ticks)
-    record = profile(cmd, folder, look(), wishes)
+        requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
+    record = profile(cmd, folder, look(), requested)
     if out is not None:
         write_json(out, record.to_json())
     if tensorboard is not None:
@@ -92,13 +92,13 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
     return 0
 
 
-def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> ProfileRecord:
+def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
     record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
-    with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), wishes.budget_s) as progress:
-        Profiling(cmd, folder, facts, wishes, record, _ceilings(facts), progress, save).run()
+    with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), requested.budget_s) as progress:
+        Profiling(cmd, folder, facts, requested, record, _ceilings(facts), progress, save).run()
     _write_page(record, folder)
     return record
 

@@ -48,7 +48,7 @@ class LiveProgress(Watcher):
         if self.live is None:
             self.console.print(Text(sentence), soft_wrap=True)
 
-    def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None:
+    def comparison(self, plan: str, ratio: Ratio | None, note: str = "") -> None:
         self.rows.pop(plan, None)
         self.rows[plan] = (ratio, note)
 

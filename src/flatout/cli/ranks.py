@@ -14,8 +14,8 @@ OPTIONS = (
     click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Number of ranks on this machine, for a single-process script."),
     click.option("--gpus", default=0, type=click.IntRange(0), help="Number of ranks on this machine, each with its own CUDA device."),
     click.option("--sync-batchnorm", is_flag=True, help="Normalise over the whole batch of all ranks; costs one exchange per layer."),
-    click.option("--whole", is_flag=True, help="Show the script whole batches on each rank, so that its counts cover all ranks."),
-    click.option("--divide-evaluation", is_flag=True, help="Split the evaluation between the ranks; otherwise each rank evaluates everything."),
+    click.option("--whole-batches", is_flag=True, help="Show the script whole batches on each rank, so that its counts cover all ranks."),
+    click.option("--split-evaluation", is_flag=True, help="Split the evaluation between the ranks; otherwise each rank evaluates everything."),
     click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
                  help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit."),
     click.option("--rehearse", is_flag=True, help="Compare the ranks with one process again, even if an earlier rehearsal exists."),
@@ -23,11 +23,11 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class RanksAsked:
+class RankOptions:
     """The rank options of a command line.
 
     ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``sync_batchnorm`` normalises
-    over all ranks. ``whole`` shows the script whole batches. ``divide_evaluation`` splits the evaluation
+    over all ranks. ``whole_batches`` shows the script whole batches. ``split_evaluation`` splits the evaluation
     between ranks. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again``
     repeats the rehearsal.
     """
@@ -35,22 +35,22 @@ class RanksAsked:
     procs: int
     gpus: bool = False
     sync_batchnorm: bool = False
-    whole: bool = False
-    divide_evaluation: bool = False
+    whole_batches: bool = False
+    split_evaluation: bool = False
     shard: str = "auto"
     again: bool = False
 
     @property
     def words(self) -> dict[str, str]:
         """The user's choices in the value of the lever `data_parallel`."""
-        return {**({"batchnorm": "all"} if self.sync_batchnorm else {}), **({"evaluation": "divided"} if self.divide_evaluation else {})}
+        return {**({"batchnorm": "all"} if self.sync_batchnorm else {}), **({"evaluation": "divided"} if self.split_evaluation else {})}
 
     @property
     def several(self) -> bool:
         return self.procs > 1
 
     @property
-    def at_least_two(self) -> RanksAsked:
+    def at_least_two(self) -> RankOptions:
         """The same with at least two ranks, to rehearse on one machine when each node has one rank."""
         return self if self.several else replace(self, procs=2)
 
@@ -67,10 +67,10 @@ def options(command: Callable) -> Callable:
     return command
 
 
-def ranks_asked(given: dict[str, Any]) -> RanksAsked:
+def ranks_asked(given: dict[str, Any]) -> RankOptions:
     """Remove the rank options from ``given`` and return them. Raises UsageError."""
     procs, gpus = given.pop("procs"), given.pop("gpus")
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each.")
-    return RanksAsked(max(procs, gpus), bool(gpus), again=given.pop("rehearse"),
-                      **{name: given.pop(name) for name in ("sync_batchnorm", "whole", "divide_evaluation", "shard")})
+    return RankOptions(max(procs, gpus), bool(gpus), again=given.pop("rehearse"),
+                      **{name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from flatout.diagnose.kept import load_profile
+from flatout.diagnose.stored_profile import load_profile
 from flatout.plan.errors import UsageError
 from flatout.plan.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from flatout.engine.rescue import KIND, where_of
+from flatout.engine.rescue import KIND, describe_position
 from flatout.plan.errors import SaveError, UsageError
 from flatout.plan.folder import FOLDER
-from flatout.plan.legible import harmless
-from flatout.render.wording import count, duration, size
+from flatout.plan.sanitize import harmless
+from flatout.render.formatting import count, duration, size
+from flatout.state.checkpoints import Checkpoint, CheckpointFolder, verified
 from flatout.state.manifest import Manifest
 from flatout.state.runs import earlier_runs
-from flatout.state.saves import Save, Saves, believed
 
 RESCUE = "rescue"
 MANY = {"modules": "module", "optimizers": "optimizer", "schedulers": "scheduler", "scalers": "scaler", "tensors": "tensor"}
@@ -32,11 +32,11 @@ def command(folder: Path | None, target: Path | None, step: int | None) -> int:
     """
     if step is not None and target is None:
         raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
-    saves = Saves(_folder(folder))
+    saves = CheckpointFolder(_folder(folder))
     if target is not None:
         _write(_chosen(saves, step), target)
         return 0
-    for run in (saves, *map(Saves, earlier_runs(saves.folder))):
+    for run in (saves, *map(CheckpointFolder, earlier_runs(saves.folder))):
         if run is not saves:
             click.echo(f"\nfrom an earlier run, {run.folder}")
         else:
@@ -54,12 +54,12 @@ def _folder(given: Path | None) -> Path:
             raise UsageError(f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains.")
         return found[-1].parent.parent
     for folder in (given, given / RESCUE):
-        if Saves(folder).paths():
+        if CheckpointFolder(folder).paths():
             return folder
     raise UsageError(f"there are no checkpoints in {given}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs.")
 
 
-def _chosen(saves: Saves, step: int | None) -> Save:
+def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
     if step is None:
         save, bad = saves.newest()
         for each in bad:
@@ -69,7 +69,7 @@ def _chosen(saves: Saves, step: int | None) -> Save:
         if path is None:
             raise UsageError(f"there is no checkpoint of step {step} in {saves.folder}. Available: {', '.join(path.name for path in saves.paths())}.")
         try:
-            save = believed(path)
+            save = verified(path)
         except SaveError as error:
             raise SaveError(f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints.") from None
     assert save is not None
@@ -80,25 +80,25 @@ def _chosen(saves: Saves, step: int | None) -> Save:
 
 def _paragraph(path: Path) -> str:
     try:
-        save = believed(path)
+        save = verified(path)
     except SaveError as error:
         return f"  {path.name}  not valid: {harmless(str(error))}"
-    manifest, told = save.manifest, save.manifest.told
-    epoch = f", epoch {count(told['epoch'])}" if told.get("epoch") else ""
+    manifest, metadata = save.manifest, save.manifest.metadata
+    epoch = f", epoch {count(metadata['epoch'])}" if metadata.get("epoch") else ""
     bytes_ = sum(stored.bytes for stored in manifest.files.values())
-    lines = [f"  {where_of(told, manifest.step)}{epoch}, {duration(told.get('ran_s'))} into the run, {_word(told.get('at'))}, {size(bytes_)}, verified"
-             + (f" (at {_word(told['why'])})" if told.get("why") not in (None, "interval") else "")]
+    lines = [f"  {describe_position(metadata, manifest.step)}{epoch}, {duration(metadata.get('ran_s'))} into the run, {_word(metadata.get('at'))}, {size(bytes_)}, verified"
+             + (f" (at {_word(metadata['why'])})" if metadata.get("why") not in (None, "interval") else "")]
     lines += [f"    {_word(held.get('name'))}  {MANY.get(str(held.get('kind')), '')} {_word(held.get('type'))}"
               + (f", {count(held['values'])} values" if held.get("values") else "") for held in _held(manifest)]
-    if told.get("inside"):
-        moved = "an optimizer had already updated some weights" if told.get("updated") else f"weights and optimizers are those of step {manifest.step}"
+    if metadata.get("inside"):
+        moved = "an optimizer had already updated some weights" if metadata.get("updated") else f"weights and optimizers are those of step {manifest.step}"
         lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
     lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in manifest.left_out.items()]
     return "\n".join(lines)
 
 
 def _held(manifest: Manifest) -> list[Mapping[str, Any]]:
-    holds = manifest.told.get("holds")
+    holds = manifest.metadata.get("holds")
     return [held for held in holds if isinstance(held, Mapping)] if isinstance(holds, list) else []
 
 
@@ -106,7 +106,7 @@ def _word(value: Any) -> str:
     return " ".join(harmless(str(value))[:200].split())
 
 
-def _write(save: Save, target: Path) -> None:
+def _write(save: Checkpoint, target: Path) -> None:
     import torch
 
     from flatout.state.exported import export
@@ -114,5 +114,5 @@ def _write(save: Save, target: Path) -> None:
     state = save.read(torch)
     spelled = {str(held.get("name")): str(held.get("code")) for held in _held(save.manifest)}
     found = export(torch, state, spelled, target)
-    click.echo(f"{where_of(save.manifest.told, save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n", err=True)
+    click.echo(f"{describe_position(save.manifest.metadata, save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n", err=True)
     click.echo("\n".join(found.lines))

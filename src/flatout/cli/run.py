@@ -14,20 +14,21 @@ from typing import Any, NoReturn
 
 import click
 
-from flatout.cli import places, ranks, supervision
+from flatout.cli import launch_targets, ranks, supervision
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
 from flatout.cli.device import choose, device_option, hint
+from flatout.cli.grouped import MACHINES, RANKS, SURVIVAL, Grouped
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import read_json, write_json
-from flatout.plan.legible import harmless
-from flatout.plan.plan import Choice, Plan, in_words
+from flatout.plan.plan import Choice, Plan, as_option
+from flatout.plan.sanitize import harmless
 from flatout.plan.trust import distrusted
-from flatout.plan.words import Moment
 from flatout.probe.machine import look
 from flatout.tune.session import differences, job_folder, key_of, plan_files
 
@@ -35,23 +36,23 @@ ENTRY = "flatout.cli.attached:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
 
-@click.command(context_settings=PROGRAM)
+@click.command(cls=Grouped, groups={**SURVIVAL, **RANKS, **MACHINES}, context_settings=PROGRAM)
 @click.option("--plan", "plan_path", default=None, help="Plan file, or `none`. The default is the plan tuned for this command, script, machine and versions.")
 @click.option("--with", "chosen", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
               help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, if no plan fits.")
 @device_option
 @ranks.options
-@places.options
+@launch_targets.options
 @supervision.options(Duration())
 @click.option("--watch", is_flag=True, help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.")
 @click.option("--rescue", is_flag=True, help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.")
 @click.option("--resume", is_flag=True, help="Resume exactly where this command was interrupted, without code for it in the script.")
-@click.option("--anew", is_flag=True, help="Start from scratch even if there is a checkpoint to resume from; needs --resume.")
+@click.option("--from-scratch", is_flag=True, help="Start from scratch even if there is a checkpoint to resume from; needs --resume.")
 @click.option("--replay-output", is_flag=True, help="Show again what the program prints before its checkpoint; needs --resume.")
 @program
 def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, device: str | None, watch: bool, rescue: bool, resume: bool,
-            anew: bool, replay_output: bool, words: tuple[str, ...],
+            from_scratch: bool, replay_output: bool, words: tuple[str, ...],
             **elsewhere: Any) -> int:
     """Run a program under its plan.
 
@@ -62,12 +63,12 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     cmd = understand(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
     watched = supervision.supervision(elsewhere)
-    place = places.place_of(elsewhere, asked)
+    place = launch_targets.place_of(elsewhere, asked)
     choose(device, cmd, "run", asked.procs, asked.gpus, f"--{place.cluster or 'nodes'}" if place is not None else "")
     if place is not None and place.cluster in ("slurm", "k8s"):
-        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen),
+        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={as_option(choice)}" for choice in chosen),
                    *(["--rescue"] if rescue else [])]
-        return places.go(place, cmd, os.environ, options)
+        return launch_targets.go(place, cmd, os.environ, options)
     facts = look()
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError("--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always.")
@@ -84,7 +85,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(remark)
     keeps = rescue or resume or watched.asked
     more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
-            "resume": {"anew": anew, "shows": replay_output, "rescue": rescue, "insists": not watched.asked} if resume or watched.asked else None}
+            "resume": {"from_scratch": from_scratch, "shows": replay_output, "rescue": rescue, "insists": not watched.asked} if resume or watched.asked else None}
     if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
@@ -96,21 +97,21 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     return _become(becomes, {**_environment(plan or Plan(), facts, more), **watched.environment})
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any, more: dict[str, Any],
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RankOptions, place: Any, more: dict[str, Any],
                   watched: supervision.Supervision) -> int:
     """Run the program as ranks on this machine, or on the nodes of ``place``."""
     import secrets
 
-    from flatout.cli.dividing import plan_of_ranks, run_divided
+    from flatout.cli.rank_plans import plan_of_ranks, run_divided
     from flatout.launch.elastic import agent_command
-    from flatout.launch.gang import launcher_of
+    from flatout.launch.local_launcher import launcher_of
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option.")
     plan = plan_of_ranks(cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank)
     environment = _environment(plan, facts, more, seed=secrets.randbits(31))
     if place is not None and place.cluster == "ray":
-        return places.go(place, cmd, environment)
+        return launch_targets.go(place, cmd, environment)
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
         return _become(agent, environment)
@@ -163,7 +164,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     return None, remark
 
 
-def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked) -> Plan | None:
+def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions) -> Plan | None:
     from flatout.cli.tune import tune
     from flatout.tune.session import plan_of
     from flatout.tune.tuning import Goal

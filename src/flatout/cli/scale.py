@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration, writable
-from flatout.cli.asking import Asked, header, question
-from flatout.diagnose.profiling import Profiling, Wishes
+from flatout.cli.measurement import Measurement, header, measurement_options
+from flatout.diagnose.profiling import ProfileOptions, Profiling
 from flatout.measure.clock import seconds
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import FIXED_SHARE, Work, evenly, predict, scaled
+from flatout.measure.scaling import FIXED_SHARE, Workload, evenly, predict, scaled
 from flatout.plan.errors import NothingMeasured, UsageError
 from flatout.plan.folder import JobFolder, read_json
 from flatout.plan.plan import Choice, Plan
@@ -32,7 +32,7 @@ OVERHEAD = 0.062
 NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)  # raised by an invalid profile
 
 
-class Share(click.ParamType):
+class ShareParam(click.ParamType):
     """A share from 0 to 1: ``6%`` or ``0.06``."""
 
     name = "share"
@@ -59,12 +59,12 @@ class Share(click.ParamType):
 @click.option("--local-steps", default=16, show_default=True, type=click.IntRange(1), help="Steps between two averages of local SGD.")
 @click.option("--compute-scale", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
               help="Speed of the target devices relative to the measured one.")
-@click.option("--fixed", default=None, type=Share(), help="Share of a step independent of the batch size; by default measured at half the batch (strong).")
-@click.option("--overhead", default=None, type=Share(), help="Cost of further devices beyond transfers, as a share of compute.  [default: 6.2%; on a CPU 0]")
+@click.option("--fixed", default=None, type=ShareParam(), help="Share of a step independent of the batch size; by default measured at half the batch (strong).")
+@click.option("--overhead", default=None, type=ShareParam(), help="Cost of further devices beyond transfers, as a share of compute.  [default: 6.2%; on a CPU 0]")
 @click.option("--from", "profile", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Use this profile.json and run nothing.")
 @click.option("--second", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Use this profile.json at another batch size, for strong scaling.")
 @click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time limit for measuring in steady state.")
-@question
+@measurement_options
 def command(gpus: str, network: str, inside: str | None, node: int, scaling: str, strategies: str, local_steps: int, compute_scale: float,
             fixed: float | None, overhead: float | None, profile: Path | None, second: Path | None, budget: float, job: Path | None, as_json: bool,
             words: tuple[str, ...]) -> int:
@@ -90,11 +90,11 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         elif scaling == "strong" and fixed is None and profile is None:
             record.second = _half(asked, found, record, budget, stage)
         record.overhead = overhead if overhead is not None else OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
-        _foretell(record, ways, devices, overhead)
+        _predict(record, ways, devices, overhead)
         record.status = "done"
 
     try:
-        asked = Asked("scale", words, job) if seen is None or profile is None else OfProfile(seen, profile, job)
+        asked = Measurement("scale", words, job) if seen is None or profile is None else OfProfile(seen, profile, job)
         record = ScaleRecord(**asked.header, scaling=scaling, network=between, inside=near, node=node if near is not None else 1, compute_scale=compute_scale,
                              local_steps=local_steps, fixed_share=fixed)
         asked.answer(record, budget, run)
@@ -107,7 +107,7 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
     return 0
 
 
-def _show(asked: Asked, record: ScaleRecord, as_json: bool) -> None:
+def _show(asked: Measurement, record: ScaleRecord, as_json: bool) -> None:
     from flatout.render.scale_page import because, headline, scale_html, scale_table, sentences
 
     parts = [f"{headline(record)}\n{because(record)}\n", scale_table(record), *sentences(record), *(f"note: {note}" for note in record.notes)]
@@ -134,7 +134,7 @@ def _read_profile(path: Path) -> ProfileRecord:
     return record
 
 
-class OfProfile(Asked):
+class OfProfile(Measurement):
     """A prediction from a profile: its program need not be here, and the files are written next to it."""
 
     def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
@@ -151,11 +151,11 @@ class Telling(Watcher):
         self.tell(name, detail)  # type: ignore[operator]
 
 
-def _measured(asked: Asked, budget: float, stage: object) -> ProfileRecord:
+def _measured(asked: Measurement, budget: float, stage: object) -> ProfileRecord:
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**asked.header)
-    wishes = Wishes(STEPS, budget_s=budget, stages=frozenset())
-    return Profiling(asked.command, asked.folder, asked.facts, wishes, record, {}, Telling(stage)).run()
+    requested = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
+    return Profiling(asked.command, asked.folder, asked.facts, requested, record, {}, Telling(stage)).run()
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
@@ -165,7 +165,7 @@ def timing_of(profile: ProfileRecord) -> Timing:
     if profile.unit != "step":
         raise NothingMeasured("a step of this program is a closure that lasts seconds (LBFGS): its backward passes cannot be separated from its steps.")
     samples = round(profile.samples_per_s * (profile.step_ms or 0.0) / 1000, 6) if profile.samples_per_s else None
-    return _timing(profile.phases, profile.step_ms or 0.0, samples, int(profile.scene.get("backwards_per_step") or 1))
+    return _timing(profile.phases, profile.step_ms or 0.0, samples, int(profile.context.get("backwards_per_step") or 1))
 
 
 def _timing(phases: dict[str, PhaseTime], step_ms: float, samples: float | None, passes: int) -> Timing:
@@ -187,12 +187,12 @@ def _take(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
         record.notes.append(f"a step has {record.timing.passes} backward passes: the model assumes that DDP sends after the last one only (no_sync)")
 
 
-def _half(asked: Asked, profile: ProfileRecord, record: ScaleRecord, budget: float, stage: object) -> Timing | None:
+def _half(asked: Measurement, profile: ProfileRecord, record: ScaleRecord, budget: float, stage: object) -> Timing | None:
     """Measure the program with half its batch, to learn how its time depends on the batch size.
 
     Returns None and adds a note if that is impossible."""
-    loader = profile.scene.get("training_loader")
-    loaders = profile.scene.get("loaders") or []
+    loader = profile.context.get("training_loader")
+    loaders = profile.context.get("loaders") or []
     size = loaders[loader].get("batch_size") if isinstance(loader, int) and loader < len(loaders) else None
     if not size or size < 2:
         record.notes.append("half the batch could not be measured: the program builds its batches itself, or each has a single sample")
@@ -205,15 +205,15 @@ def _half(asked: Asked, profile: ProfileRecord, record: ScaleRecord, budget: flo
         record.notes.append(f"half the batch could not be measured: {half.reason or 'the program did not train with it'}")
         return None
     phases = {name: phase if isinstance(phase, PhaseTime) else PhaseTime.from_json(phase) for name, phase in half.phases.items()}
-    return _timing(phases, half.step_ms, half.samples_per_step, profile.scene.get("backwards_per_step") or 1)
+    return _timing(phases, half.step_ms, half.samples_per_step, profile.context.get("backwards_per_step") or 1)
 
 
-def _foretell(record: ScaleRecord, ways: list[str], devices: list[int], overhead: float | None) -> None:
+def _predict(record: ScaleRecord, ways: list[str], devices: list[int], overhead: float | None) -> None:
     assert record.timing is not None
     assert record.network is not None
     factor = record.compute_scale
     second = scaled(record.second, factor) if record.second is not None else None
-    work = Work(scaled(record.timing, factor), tuple(record.tensor_bytes) or evenly(record.parameter_bytes), record.parameter_bytes, second,
+    work = Workload(scaled(record.timing, factor), tuple(record.tensor_bytes) or evenly(record.parameter_bytes), record.parameter_bytes, second,
                 record.fixed_share if record.fixed_share is not None else FIXED_SHARE, record.overhead, record.local_steps)
     if "hybrid" in ways and record.inside is None:
         record.notes.append("hybrid is left out: it shards inside nodes, and without --inside each node has one device")

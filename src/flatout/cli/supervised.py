@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.launch.hearing import end_like
-from flatout.launch.incidents import Book
-from flatout.launch.supervisor import Clocks, Supervisor, Terms
+from flatout.launch.incidents import IncidentLog
+from flatout.launch.launcher_signals import exit_by_signal
+from flatout.launch.supervisor import SupervisionLimits, Supervisor, SupervisorClocks
 from flatout.measure.clock import seconds, today
 from flatout.plan.errors import FlatoutError
 from flatout.plan.folder import read_json
-from flatout.plan.legible import harmless
+from flatout.plan.sanitize import harmless
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -26,10 +26,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
     HANG_AFTER may be "-"; TITLE is the command as the user typed it."""
     restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
-    terms = Terms(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
+    terms = SupervisionLimits(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()
     try:
-        supervisor = Supervisor(title, command, os.environ, terms, Clocks(seconds, today), Book(Path(incidents), say), say)
+        supervisor = Supervisor(title, command, os.environ, terms, SupervisorClocks(seconds, today), IncidentLog(Path(incidents), say), say)
         code = supervisor.run()
     except FlatoutError as error:
         say(str(error))
@@ -38,15 +38,15 @@ def main(words: Sequence[str] | None = None) -> int:
         if job is not None:
             shutil.rmtree(job.parent, ignore_errors=True)
     if supervisor.ended_by is not None:
-        end_like(supervisor.ended_by)
+        exit_by_signal(supervisor.ended_by)
     return code
 
 
 def own_job() -> Path | None:
     """Return the job created for this run, which ends with it; not that of an enclosing `flatout run`."""
     path = os.environ.get("FLATOUT_JOB")
-    told = read_json(Path(path)) if path else None
-    return Path(path) if path and isinstance(told, dict) and told.get("pid") == os.getpid() else None
+    info = read_json(Path(path)) if path else None
+    return Path(path) if path and isinstance(info, dict) and info.get("pid") == os.getpid() else None
 
 
 def say(sentence: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.cli.crash_explanation import of_death
 from flatout.cli.device import choose, device_option
-from flatout.cli.underneath import of_death
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.plan.folder import TrialFolder, write_whole

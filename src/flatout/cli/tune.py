@@ -13,13 +13,15 @@ from rich.console import Console
 
 from flatout.cli import ranks
 from flatout.cli.arguments import PROGRAM, Amount, Duration, LeverByName, program, words_or_usage, writable
-from flatout.cli.asking import interrupt
+from flatout.cli.crash_explanation import of_death
 from flatout.cli.device import choose, device_option
+from flatout.cli.grouped import RANKS, Grouped
+from flatout.cli.measurement import interrupt
 from flatout.cli.progress import LiveProgress
-from flatout.cli.underneath import of_death
-from flatout.diagnose.kept import load_profile
+from flatout.diagnose.stored_profile import load_profile
 from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
+from flatout.plan.enums import Effect
 from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
@@ -27,10 +29,9 @@ from flatout.plan.plan import Choice
 from flatout.plan.predictions import levers_first, predictions, with_measured
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import RanksRecord, SessionRecord
-from flatout.plan.words import Effect
 from flatout.probe.machine import look, oom_kills
-from flatout.tune.elsewhere import on_ray
 from flatout.tune.ranks import base_plan
+from flatout.tune.remote import on_ray
 from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
 from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
@@ -38,7 +39,7 @@ from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
 SHORTEST_S = 5.0
 
 
-@click.command(context_settings=PROGRAM)
+@click.command(cls=Grouped, groups=RANKS, context_settings=PROGRAM)
 @click.option("--budget", default=None, type=Duration(),
               help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling usually pays]")
 @click.option("--effects", default="exact,rounding,precision,resampled", show_default=True,
@@ -51,12 +52,12 @@ SHORTEST_S = 5.0
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml next to the script.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--ray", default=None, metavar="ADDRESS", help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.")
-@click.option("--again", is_flag=True, help="Start a new session, even if an interrupted one could continue.")
+@click.option("--from-scratch", is_flag=True, help="Start a new session, even if an interrupted one could continue.")
 @device_option
 @ranks.options
 @program
 def command(budget: float | None, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool,
-            job: Path | None, ray: str | None, again: bool, device: str | None, words: tuple[str, ...], **given: Any) -> int:
+            job: Path | None, ray: str | None, from_scratch: bool, device: str | None, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     flatout starts the program several times, measures whole steps including data loading, and stops it. It
@@ -68,7 +69,7 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
     asked = ranks.ranks_asked(given)
     choose(device, understand(words_or_usage(words, "tune")), "tune", asked.procs, asked.gpus, "--ray" if ray is not None else "")
-    session, folder = tune(words, goal, beside=not no_write, job=job, again=again, asked=asked, ray=ray)
+    session, folder = tune(words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray)
     console = Console()
     from flatout.render.terminal import session_tables
 
@@ -78,7 +79,7 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
 
 
 def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
-         asked: ranks.RanksAsked | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
+         asked: ranks.RankOptions | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
     """Run one tuning session; `flatout run --budget` calls this too.
 
     ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
@@ -131,12 +132,12 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     return session, folder
 
 
-def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RanksAsked, session: SessionRecord) -> dict[str, Any]:
+def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: SessionRecord) -> dict[str, Any]:
     """Rehearse the program as ranks, and return the starting arguments of a search over ranks.
 
     Raises CannotDivide, ProgramFailed."""
-    from flatout.cli.dividing import rehearsed
-    from flatout.launch.gang import launcher_of
+    from flatout.cli.rank_plans import rehearsed
+    from flatout.launch.local_launcher import launcher_of
 
     division, found = rehearsed(cmd, facts, asked)
     session.ranks = session.ranks or RanksRecord(asked.procs, division, asked.gpus, shards=found.shards)

@@ -18,25 +18,25 @@ from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
 from flatout.plan.errors import UsageError
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
 ORDER = {severity.value: number for number, severity in enumerate(Severity)}
 
 
 @dataclass(eq=False)
-class Ignore:
+class IgnoreComment:
     """An ignore comment. Empty ``codes`` mean every rule; ``line`` is the line whose findings it hides."""
 
-    source: Source
+    source: SourceFile
     at: int
     line: int
     codes: tuple[str, ...]
     used: bool = False
 
 
-def check(program: Program, select: Collection[str] = (), ignore: Collection[str] = (), measured: Sequence[Finding] = ()) -> list[Finding]:
+def check(program: ScriptProgram, select: Collection[str] = (), ignore: Collection[str] = (), measured: Sequence[Finding] = ()) -> list[Finding]:
     """Every finding, worst severity first, then by file and line.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
@@ -56,18 +56,18 @@ def _order(finding: Finding) -> tuple[int, str, int, int, str]:
     return (ORDER[finding.severity], *((place.file, place.line, place.column) if place else ("", 0, 0)), finding.rule)
 
 
-def _kept(program: Program, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
+def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
     comments = [comment for source in program.sources for comment in ignores(source)]
-    hiding: dict[tuple[str, int], list[Ignore]] = {}
+    hiding: dict[tuple[str, int], list[IgnoreComment]] = {}
     for comment in comments:
         hiding.setdefault(comment.source.cell(comment.line), []).append(comment)
     seen = set()
     for rule in rules:
         ran = [finding for finding in measured if finding.rule == rule.code]
-        told = {(finding.place.file, finding.place.line) for finding in ran if finding.place is not None}
+        info = {(finding.place.file, finding.place.line) for finding in ran if finding.place is not None}
         for finding in [*ran, *(rule.look(program) if rule.look is not None else ())]:
             place = finding.place
-            if place is not None and finding not in ran and (place.file, place.line) in told:
+            if place is not None and finding not in ran and (place.file, place.line) in info:
                 continue
             key = (rule.code, place.file, place.line, place.column) if place is not None else (rule.code, finding.said)
             if key in seen:
@@ -82,7 +82,7 @@ def _kept(program: Program, rules: list[Rule], measured: Sequence[Finding]) -> I
         yield from _without_effect(comments, rules)
 
 
-def _without_effect(comments: list[Ignore], rules: list[Rule]) -> Iterable[Finding]:
+def _without_effect(comments: list[IgnoreComment], rules: list[Rule]) -> Iterable[Finding]:
     known, looked = {rule.code for rule in TABLE}, {rule.code for rule in rules if rule.look is not None}
     for comment in comments:
         unknown = [code for code in comment.codes if code not in known]
@@ -97,7 +97,7 @@ def _without_effect(comments: list[Ignore], rules: list[Rule]) -> Iterable[Findi
                                  "remove the comment")
 
 
-def ignores(source: Source) -> list[Ignore]:
+def ignores(source: SourceFile) -> list[IgnoreComment]:
     """The ignore comments of a file. Text inside a string is not a comment."""
     if "flatout:" not in source.text:
         return []
@@ -108,7 +108,7 @@ def ignores(source: Source) -> list[Ignore]:
             if match is not None:
                 alone = not token.line[: token.start[1]].strip()
                 codes = tuple(code.upper() for code in re.split(r"[,\s]+", match.group(1) or "") if code)
-                found.append(Ignore(source, token.start[0], token.start[0] + alone, codes))
+                found.append(IgnoreComment(source, token.start[0], token.start[0] + alone, codes))
     except (tokenize.TokenError, SyntaxError):
         return found
     return found

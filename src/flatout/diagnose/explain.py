@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flatout.diagnose.failures import TABLE
-from flatout.diagnose.kind import Kind
+from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
 from flatout.plan.failure import FailureRecord
 from flatout.plan.findings import Finding
 
-MOST_TOLD = 3
+MOST_LINES = 3
 
 
 @dataclass
-class Told:
+class Explanation:
     """One explanation and the ranks it applies to."""
 
     finding: Finding
     ranks: list[int] = field(default_factory=list)
 
 
-def explain(failure: FailureRecord, table: Sequence[Kind] = TABLE) -> Finding | None:
+def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Finding | None:
     """The explanation of one failure, or None. Kinds that only report another process's failure come last."""
     whole = replace(failure, chain=[part for thrown in failure.chain for part in unfolded(thrown)])
     for one in sorted(table, key=lambda kind: kind.reports):
@@ -38,28 +38,28 @@ def explain(failure: FailureRecord, table: Sequence[Kind] = TABLE) -> Finding | 
     return None
 
 
-def explain_text(text: str) -> list[Told]:
+def explain_text(text: str) -> list[Explanation]:
     """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised."""
-    told: list[Told] = []
+    info: list[Explanation] = []
     for failure in read(text):
         finding = explain(failure)
         if finding is None:
             continue
-        same = next((one for one in told if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)), None)
+        same = next((one for one in info if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)), None)
         if same is None:
-            same = Told(finding)
-            told.append(same)
+            same = Explanation(finding)
+            info.append(same)
         if failure.rank is not None and failure.rank not in same.ranks:
             same.ranks.append(failure.rank)
     reports = {kind.code for kind in TABLE if kind.reports}
-    first = [one for one in told if one.finding.rule not in reports]
-    return (first or told)[:MOST_TOLD]
+    first = [one for one in info if one.finding.rule not in reports]
+    return (first or info)[:MOST_LINES]
 
 
 def _cleaned(finding: Finding) -> Finding:
     """The finding without terminal control sequences in names and messages of the user's program."""
     place = finding.place and replace(finding.place, file=clean(finding.place.file), function=clean(finding.place.function), text=clean(finding.place.text))
-    return replace(finding, said=_line(finding.said), mend="\n".join(clean(line) for line in finding.mend.split("\n")), place=place,
+    return replace(finding, said=_line(finding.said), fix="\n".join(clean(line) for line in finding.fix.split("\n")), place=place,
                    evidence=[_line(line) for line in finding.evidence])
 
 
@@ -74,6 +74,6 @@ def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     if finding.place:
         found.append(f"  at     {finding.place.sentence()}" + (f": {finding.place.text[:160]}" if finding.place.text else ""))
     found += [f"  {'seen' if at == 0 else '':6} {line}" for at, line in enumerate(finding.evidence)]
-    found += [f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.mend.split("\n")) if line]
+    found += [f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.fix.split("\n")) if line]
     found.append(f"  more   flatout explain {finding.rule}")
     return found

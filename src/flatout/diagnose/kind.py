@@ -1,7 +1,7 @@
 """A kind of failure: a matcher with a documentation page.
 
 A kind is one function that takes a FailureRecord and returns an Answer or None. Its docstring is the kind's
-page, in the format of a rule's page: What / Why it happens / How to mend it / Sources. A matcher checks the
+page, in the format of a rule's page: What / Why it happens / How to fix it / Sources. A matcher checks the
 type of the exception and the fixed beginning of its message, with named groups for the variable parts.
 Exceptions raised by the user's own ``raise`` never match.
 """
@@ -14,37 +14,37 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.failure import FailureRecord, TensorSeen, Thrown
-from flatout.plan.findings import Finding, Place, Severity
+from flatout.plan.failure import ExceptionRecord, FailureRecord, TensorSeen
+from flatout.plan.findings import Finding, Severity, SourceLocation
 
-SECTIONS = ("What", "Why it happens", "How to mend it", "Sources")
+SECTIONS = ("What", "Why it happens", "How to fix it", "Sources")
 RUNTIME = ("RuntimeError",)
 DIST = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "RuntimeError", "ValueError")
 CASE = re.DOTALL
 
 
 @dataclass
-class Answer:
+class Diagnosis:
     """What a kind answers for a failure.
 
-    ``said`` is the cause in one sentence, ``mend`` holds code or commands, ``evidence`` further lines.
+    ``said`` is the cause in one sentence, ``fix`` holds code or commands, ``evidence`` further lines.
     ``place`` replaces the user's line.
     """
 
     said: str
-    mend: str
+    fix: str
     evidence: list[str] = field(default_factory=list)
-    place: Place | None = None
+    place: SourceLocation | None = None
     levers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Kind:
+class FailureKind:
     """A known failure. ``reports`` marks kinds that only report the failure of another process."""
 
     code: str
     name: str
-    match: Callable[[FailureRecord], Answer | None]
+    match: Callable[[FailureRecord], Diagnosis | None]
     reports: bool = False
 
     # A kind and a rule share the format of their pages.
@@ -67,21 +67,21 @@ class Kind:
             return None
         own = failure.own
         place = answer.place or (own.place() if own else None)
-        return Finding(self.code, self.name, Severity.FATAL, answer.said, place, [line for line in answer.evidence if line], answer.mend, list(answer.levers))
+        return Finding(self.code, self.name, Severity.FATAL, answer.said, place, [line for line in answer.evidence if line], answer.fix, list(answer.levers))
 
 
-def kind(code: str, name: str, reports: bool = False) -> Callable[[Callable[[FailureRecord], Answer | None]], Kind]:
-    return lambda match: Kind(code, name, match, reports)
+def kind(code: str, name: str, reports: bool = False) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
+    return lambda match: FailureKind(code, name, match, reports)
 
 
 LONGEST_LINE = 1000  # of the searched lines: a regular expression may need quadratic time
 
 
 @dataclass
-class Hit:
+class MessageMatch:
     """An exception that matches a family, with the groups of its message. A missing group is empty."""
 
-    thrown: Thrown
+    thrown: ExceptionRecord
     parts: dict[str, str]
 
     def __getitem__(self, name: str) -> str:
@@ -91,7 +91,7 @@ class Hit:
         return int(self[name]) if self[name].lstrip("-").isdigit() else 0
 
 
-def hit(failure: FailureRecord, types: Sequence[str], *families: str) -> Hit | None:
+def match_message(failure: FailureRecord, types: Sequence[str], *families: str) -> MessageMatch | None:
     """The first exception in the chain with a known type and message.
 
     Its type is one of ``types`` or unknown, and its message begins like one of ``families``.
@@ -102,7 +102,7 @@ def hit(failure: FailureRecord, types: Sequence[str], *families: str) -> Hit | N
         for family in families:
             found = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
             if found is not None:
-                return Hit(thrown, {name: value.strip() for name, value in found.groupdict().items() if value})
+                return MessageMatch(thrown, {name: value.strip() for name, value in found.groupdict().items() if value})
     return None
 
 
@@ -112,7 +112,7 @@ LEAD = (r"(?:\s*|Caught \w+ in (?:DataLoader worker process \d+|replica \d+ on d
         r"got \w+\(['\"]{1,2})")
 
 
-def near(failure: FailureRecord, *families: str) -> re.Match[str] | None:
+def search_log(failure: FailureRecord, *families: str) -> re.Match[str] | None:
     """The first matching line of the log near the failure, or of its messages."""
     for line in _all_lines(failure):
         for family in families:
@@ -135,7 +135,7 @@ def layer(failure: FailureRecord) -> str:
     return f"`{module.path}` ({module.kind})" if module and module.path else f"the {module.kind}" if module else ""
 
 
-def seen(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:
+def describe_tensors(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:
     """Tensors of the failing line, one per line."""
     return list(dict.fromkeys(tensor.sentence() for tensor in tensors))[:limit]
 
@@ -151,7 +151,7 @@ def on_own_line(failure: FailureRecord) -> list[TensorSeen]:
 
 def sizes(failure: FailureRecord) -> list[str]:
     """The tensors of the user's failing line, or those of the frames below it if the line names none."""
-    return seen(on_own_line(failure) or failure.tensors)
+    return describe_tensors(on_own_line(failure) or failure.tensors)
 
 
 def shape(text: str) -> str:

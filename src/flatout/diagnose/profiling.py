@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.bound import name_bound
+from flatout.diagnose.bottleneck import name_bottleneck
 from flatout.diagnose.ranking import judge
 from flatout.diagnose.rules import TABLE as RULES
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
@@ -23,22 +23,22 @@ from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
 from flatout.measure.statistics import Round, block_ms, compare, median
+from flatout.plan.enums import Origin
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.facts import Facts
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 from flatout.plan.folder import JobFolder
 from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.profile import Compiled, Crossing, IdleGap, Leak, LoaderSeen, MemorySeen, Operation, ProfileRecord, WhatIf
+from flatout.plan.profile import Compiled, IdleGap, LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord, WhatIf
 from flatout.plan.records import PhaseTime, Ratio, TrialRecord
-from flatout.plan.words import Origin
-from flatout.trial.blocks import PREFETCHED_BATCHES, Blocks, LeverFailed, Watcher
+from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 
 TABLE = "flatout.diagnose.what_ifs:TABLE"
 START_S = 600.0  # until the steps are steady
 SETTLING_TICKS = 4
-CROSSING_TICKS = 10
+SYNCHRONISATION_TICKS = 10
 BETWEEN_TICKS = 8
 MEMORY_TICKS = 4
 LEAK_TICKS = 40
@@ -53,12 +53,12 @@ OPERATIONS_KEPT = 60
 CLOSED = "a step of this program is a closure that takes seconds; what-ifs cannot be switched inside it"
 
 
-ALL_STAGES = frozenset({"crossings", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
+ALL_STAGES = frozenset({"synchronisations", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
 MEMORY_STAGES = frozenset({"memory", "growth"})
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ProfileOptions:
     """Options of a profile.
 
     ``schedule`` are the wait, warm-up and recorded steps. ``leak_ticks`` are the steps that are monitored for
@@ -80,17 +80,17 @@ class Profiling:
     Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, wishes: Wishes, record: ProfileRecord, ceilings: dict[str, float],
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, requested: ProfileOptions, record: ProfileRecord, ceilings: dict[str, float],
                  watcher: Watcher | None = None, save: Callable[[], None] = lambda: None) -> None:
-        self.command, self.job, self.facts, self.wishes, self.record = command, job, facts, wishes, record
+        self.command, self.job, self.facts, self.requested, self.record = command, job, facts, requested, record
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
-        self.blocks = Blocks()
+        self.blocks = BlockTimer()
         self.trial: Trial | None = None
-        self.end_s = seconds() + wishes.budget_s
-        self.listen_until_s = self.end_s - WHAT_IF_SHARE * wishes.budget_s
+        self.end_s = seconds() + requested.budget_s
+        self.listen_until_s = self.end_s - WHAT_IF_SHARE * requested.budget_s
         self.start_cost_s = 0.0
-        self.quiet_ms: list[float] = []
+        self.plain_ms: list[float] = []
         self.not_finite = 0.0  # share of the losses that are NaN or infinite
 
     def run(self) -> ProfileRecord:
@@ -110,16 +110,16 @@ class Profiling:
             record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, self._tf32())
         if not record.ceilings and record.operations:
             record.notes.append("the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak")
-        record.bound, record.bound_why = name_bound(record)
+        record.bound, record.bound_why = name_bottleneck(record)
         record.findings = judge(record, RULES)
         record.status = "done"
         return record
 
     def _stages(self) -> list[tuple[str, Callable[[Trial], None]]]:
         """The stages in the order in which they disturb the program."""
-        stages = {"crossings": self._crossings, "lines": self._between, "operators": self._operations, "memory": self._memory, "growth": self._leak,
+        stages = {"synchronisations": self._synchronisations, "lines": self._between, "operators": self._operations, "memory": self._memory, "growth": self._leak,
                   "what-ifs": self._what_ifs, "data set": self._fetches}
-        return [(name, stage) for name, stage in stages.items() if name in self.wishes.stages]
+        return [(name, stage) for name, stage in stages.items() if name in self.requested.stages]
 
     # -- programs -------------------------------------------------------------------------------------------
 
@@ -169,30 +169,30 @@ class Profiling:
         except ProgramGone as gone:
             raise why_not(self.command, gone.record) from None
         try:
-            record.scene = trial.ask({"do": "options"}, seconds() + 120)["scene"]
-            workers = max((loader["num_workers"] for loader in record.scene["loaders"]), default=0)
+            record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
+            workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
             self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
             trial.ask({"do": "watch"}, seconds() + 60)
-            until_s = seconds() + max(5.0, 0.3 * self.wishes.budget_s)
-            self.watcher.stage("measuring", f"{self.wishes.steps} steps without recording")
-            while len(self.quiet_ms) < self.wishes.steps and seconds() < until_s:
-                ticks = min(self.blocks.block_ticks, self.wishes.steps - len(self.quiet_ms))
-                self.quiet_ms += trial.go(ticks, self.blocks.deadline(ticks))
+            until_s = seconds() + max(5.0, 0.3 * self.requested.budget_s)
+            self.watcher.stage("measuring", f"{self.requested.steps} steps without recording")
+            while len(self.plain_ms) < self.requested.steps and seconds() < until_s:
+                ticks = min(self.blocks.block_ticks, self.requested.steps - len(self.plain_ms))
+                self.plain_ms += trial.go(ticks, self.blocks.deadline(ticks))
             self._take(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
             self._take_watched(trial.ask({"do": "watch"}, seconds() + 60))
             trial.hold()
         except ProgramGone as gone:
             self._leave()
-            if not self.quiet_ms:
+            if not self.plain_ms:
                 raise why_not(self.command, gone.record) from None
             self._take(gone.record)
-            record.notes.append(f"the program ended after {len(self.quiet_ms)} measured steps: {_last_line(gone.record)}")
+            record.notes.append(f"the program ended after {len(self.plain_ms)} measured steps: {_last_line(gone.record)}")
 
     def _take(self, trial: TrialRecord) -> None:
         record = self.record
         record.device, record.unit, record.versions = trial.device, trial.unit, {**record.versions, **trial.versions}
         record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
-        record.steps, record.step_ms, record.step_ms_list = len(self.quiet_ms), block_ms(self.quiet_ms), self.quiet_ms
+        record.steps, record.step_ms, record.step_ms_list = len(self.plain_ms), block_ms(self.plain_ms), self.plain_ms
         record.samples_per_s = 1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
         record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
         self.blocks.tick_ms = record.step_ms
@@ -210,65 +210,65 @@ class Profiling:
 
     # -- recording ------------------------------------------------------------------------------------------
 
-    def _listen(self, trial: Trial, ear: str, ticks: int, fewest: int = 0, **wishes: Any) -> dict[str, Any]:
+    def _listen(self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: Any) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 
         A slow program is recorded over fewer ticks, at least ``fewest`` if given.
         """
-        last = min(self.listen_until_s, seconds() + LONGEST_LISTENING_S) if "what-ifs" in self.wishes.stages else self.end_s
+        last = min(self.listen_until_s, seconds() + LONGEST_LISTENING_S) if "what-ifs" in self.requested.stages else self.end_s
         affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
         ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
         if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
-            self.record.notes.append(f"{ear}: no time was left to record {ticks} steps; increase --budget")
+            self.record.notes.append(f"{probe}: no time was left to record {ticks} steps; increase --budget")
             return {}
-        answer = trial.listen(ear, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **wishes)
+        answer = trial.listen(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **requested)
         if answer.get("why_not"):
-            self.record.notes.append(f"{ear}: not recorded, {answer['why_not']}")
+            self.record.notes.append(f"{probe}: not recorded, {answer['why_not']}")
         return answer
 
-    def _crossings(self, trial: Trial) -> None:
-        heard = self._listen(trial, "crossings", CROSSING_TICKS, 2)
-        self.record.crossings = [Crossing.from_json(crossing) for crossing in heard.get("crossings", ())]
+    def _synchronisations(self, trial: Trial) -> None:
+        observed = self._listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
+        self.record.synchronisations = [SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())]
 
     def _between(self, trial: Trial) -> None:
-        heard = self._listen(trial, "between", BETWEEN_TICKS, 2).get("between")
-        if heard:
-            self.record.events["between"] = heard
+        observed = self._listen(trial, "between", BETWEEN_TICKS, 2).get("between")
+        if observed:
+            self.record.events["between"] = observed
 
     def _operations(self, trial: Trial) -> None:
-        record, schedule = self.record, list(self.wishes.schedule)
-        heard = self._listen(trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.wishes.trace)
-        if not heard.get("operations"):
+        record, schedule = self.record, list(self.requested.schedule)
+        observed = self._listen(trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.requested.trace)
+        if not observed.get("operations"):
             return
-        record.schedule, record.trace = schedule, self.wishes.trace
-        operations = [Operation.from_json(operation) for operation in heard["operations"]]
+        record.schedule, record.trace = schedule, self.requested.trace
+        operations = [Operation.from_json(operation) for operation in observed["operations"]]
         record.operations = operations[:OPERATIONS_KEPT]
-        record.operators_a_step = heard["operators"]
-        record.operator_us = 1000 * heard["operators_ms"] / heard["operators"] if heard["operators"] else None
+        record.operators_a_step = observed["operators"]
+        record.operator_us = 1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
         step_ms = record.step_ms or 0.0
-        if heard["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
-            record.python_ms = step_ms * heard["python_share"]
-        record.idle_gaps = [IdleGap.from_json(gap) for gap in heard["gaps"]]
-        if heard["busy_ms"] is not None:
-            record.idle_ms = max(0.0, step_ms - heard["busy_ms"])
-        listened = heard["ms"][-schedule[2]:]
-        if listened and self.quiet_ms:
-            quiet = median(self.quiet_ms)
+        if observed["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
+            record.python_ms = step_ms * observed["python_share"]
+        record.idle_gaps = [IdleGap.from_json(gap) for gap in observed["gaps"]]
+        if observed["busy_ms"] is not None:
+            record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
+        listened = observed["ms"][-schedule[2]:]
+        if listened and self.plain_ms:
+            quiet = median(self.plain_ms)
             record.overhead = compare([[Round(ms, quiet) for ms in listened]])
 
     def _memory(self, trial: Trial) -> None:
-        heard = self._listen(trial, "memory", MEMORY_TICKS).get("memory")
-        if heard:
-            self.record.memory = memory = MemorySeen.from_json(heard)
+        observed = self._listen(trial, "memory", MEMORY_TICKS).get("memory")
+        if observed:
+            self.record.memory = memory = MemorySeen.from_json(observed)
             emptied = self.record.events.get("empty_cache")
             if emptied:
                 memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
-                memory.empty_cache_place = Place.from_json(emptied["places"][0]) if emptied["places"] else None
+                memory.empty_cache_place = SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
 
     def _leak(self, trial: Trial) -> None:
-        heard = self._listen(trial, "leak", self.wishes.leak_ticks, FEWEST_LEAK_TICKS)
-        self.record.leak = Leak.from_json(heard["leak"]) if heard.get("leak") else None
-        self.record.host_growth = Leak.from_json(heard["host_growth"]) if heard.get("host_growth") else None
+        observed = self._listen(trial, "leak", self.requested.leak_ticks, FEWEST_LEAK_TICKS)
+        self.record.leak = MemoryGrowth.from_json(observed["leak"]) if observed.get("leak") else None
+        self.record.host_growth = MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
 
     def _fetches(self, trial: Trial) -> None:
         places = {(seen.place.file, seen.place.line): seen for seen in self.record.loaders if seen.place is not None}
@@ -279,7 +279,7 @@ class Profiling:
                 self.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
             if seen is not None and fetch.get("fetch_ms") is not None:
                 seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
-                seen.slow_place = Place.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
+                seen.slow_place = SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
 
     # -- what-ifs -------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Profiling:
         record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
         left = []
         for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
-            unasked = "" if lever.name in self.wishes.what_ifs else "it was not requested"
+            unasked = "" if lever.name in self.requested.what_ifs else "it was not requested"
             what_if.why_not = unasked or answers[lever.name].get("skip", "") or self._pointless(lever.name)
             if not what_if.why_not:
                 left.append((what_if, lever, answers[lever.name]["values"]))
@@ -308,7 +308,7 @@ class Profiling:
 
     def _pointless(self, name: str) -> str:
         """The reason why there is nothing to switch off, according to the records."""
-        if name == "syncs" and self.record.operations and not self.record.crossings:
+        if name == "syncs" and self.record.operations and not self.record.synchronisations:
             return "Python never waits for a tensor"
         if name == "gc" and self.record.gc_ms < LITTLE * (self.record.step_ms or 0.0):
             return f"the collector takes less than {LITTLE:.0%} of the {self.record.unit}"
@@ -337,7 +337,7 @@ class Profiling:
                 continue
             what_if.ratio, what_if.why_not = ratio, ""
             what_if.step_ms = self.record.step_ms / ratio.median if self.record.step_ms else None
-            self.watcher.contest(what_if.name, ratio)
+            self.watcher.comparison(what_if.name, ratio)
             return
 
     def _tf32(self) -> bool:

@@ -1,7 +1,7 @@
 """A rule: a check of the source, of a profile, or both, with a documentation page.
 
 The docstring of a rule's file is its page. The first line is the title. Then come fixed sections, each a line
-``Name:`` followed by indented text: What / Why it matters / How to mend it / Bad / Good, and Sources if there
+``Name:`` followed by indented text: What / Why it matters / How to fix it / Bad / Good, and Sources if there
 are any. Bad and Good are complete small programs, and the tests run the rule on them. Every line of Bad that
 ends in ``# <-``, and no other, must be reported by the rule.
 """
@@ -13,11 +13,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.plan.findings import Finding, Place, Severity
+from flatout.plan.findings import Finding, Severity, SourceLocation
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
-SECTIONS = ("What", "Why it matters", "How to mend it", "Bad", "Good", "Sources")
+SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rule:
     name: str
     severity: Severity
     page: str
-    look: Callable[[Program], Iterable[Finding]] | None = None
+    look: Callable[[ScriptProgram], Iterable[Finding]] | None = None
     judge: Callable[[ProfileRecord], Iterable[Finding]] | None = None
     levers: tuple[str, ...] = ()
 
@@ -44,9 +44,9 @@ class Rule:
         """The text below one heading of the page, without its indent; empty if there is no such heading."""
         return section(self.page, name)
 
-    def finding(self, said: str, place: Place | None = None, mend: str = "", **more: object) -> Finding:
+    def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: object) -> Finding:
         """A Finding of this rule. ``more`` are further fields of the Finding."""
-        return Finding(self.code, self.name, self.severity.value, said, place, mend=mend, levers=list(self.levers), **more)  # type: ignore[arg-type]
+        return Finding(self.code, self.name, self.severity.value, said, place, fix=fix, levers=list(self.levers), **more)  # type: ignore[arg-type]
 
 
 def section(page: str, name: str) -> str:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from flatout.plan.failure import FailureRecord, FrameSeen, Thrown
-from flatout.plan.legible import harmless
+from flatout.plan.failure import ExceptionRecord, FailureRecord, FrameSeen
+from flatout.plan.sanitize import harmless
 
 MOST_LINES = 20_000
 LONGEST_LINE = 8_000
@@ -59,7 +59,7 @@ FOREIGN = re.compile(
 
 
 @dataclass
-class Voice:
+class ProcessOutput:
     """The lines of one process."""
 
     rank: int | None
@@ -80,21 +80,21 @@ def read(text: str) -> list[FailureRecord]:
     return failures[:MOST_FAILURES]
 
 
-def _voices(lines: Iterable[str]) -> list[Voice]:
-    found: dict[int | None, Voice] = {}
+def _voices(lines: Iterable[str]) -> list[ProcessOutput]:
+    found: dict[int | None, ProcessOutput] = {}
     for line in lines:
         label = LABEL.match(line)
         rank = None
         if label is not None:
             rank = int(next(number for number in label.groups() if number is not None)[:9])
             line = line[label.end() :]
-        found.setdefault(rank, Voice(rank)).lines.append(line)
+        found.setdefault(rank, ProcessOutput(rank)).lines.append(line)
     return list(found.values())
 
 
-def _failures(voice: Voice) -> list[FailureRecord]:
+def _failures(voice: ProcessOutput) -> list[FailureRecord]:
     lines, at, found = voice.lines, 0, []
-    chain: list[Thrown] = []
+    chain: list[ExceptionRecord] = []
     link, begun = "", 0
     while at < len(lines):
         header = HEADER.match(lines[at])
@@ -118,12 +118,12 @@ def _failures(voice: Voice) -> list[FailureRecord]:
     return found
 
 
-def _record(voice: Voice, chain: list[Thrown], begun: int, ended: int) -> FailureRecord:
+def _record(voice: ProcessOutput, chain: list[ExceptionRecord], begun: int, ended: int) -> FailureRecord:
     around = [line for line in voice.lines[max(0, begun - AROUND_LINES) : begun] + voice.lines[ended : ended + AROUND_LINES] if line.strip()]
     return FailureRecord(chain, around, rank=voice.rank)
 
 
-def unfolded(thrown: Thrown) -> list[Thrown]:
+def unfolded(thrown: ExceptionRecord) -> list[ExceptionRecord]:
     """Splits an exception whose message contains another process's traceback; that exception comes first."""
     header = re.search(r"^.*Traceback \(most recent call last\):[ \t]*$", thrown.message, re.MULTILINE)
     if header is None:
@@ -144,7 +144,7 @@ def unfolded(thrown: Thrown) -> list[Thrown]:
     return [*found, thrown]
 
 
-def _traceback(lines: list[str], at: int) -> tuple[int, Thrown | None]:
+def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
     """The traceback whose header is at ``at``, and the line after it."""
     header = HEADER.match(lines[at])
     assert header is not None
@@ -183,7 +183,7 @@ def _traceback(lines: list[str], at: int) -> tuple[int, Thrown | None]:
         message.append(line)
         at += 1
     kind = raised["type"]
-    return at, Thrown(kind, names_of(kind), "\n".join(message).strip("\n"), [], frames)
+    return at, ExceptionRecord(kind, names_of(kind), "\n".join(message).strip("\n"), [], frames)
 
 
 def _last(message: list[str]) -> str:
@@ -234,6 +234,6 @@ def _without_traceback(lines: list[str]) -> FailureRecord:
         ):
             message = "\n".join([raised["message"] or "", *lines[at + 1 : at + MESSAGE_LINES]])
             around = lines[max(0, at - AROUND_LINES) : at] + lines[at + 1 : at + AROUND_LINES]
-            return FailureRecord([Thrown(raised["type"], names_of(raised["type"]), message)], around)
+            return FailureRecord([ExceptionRecord(raised["type"], names_of(raised["type"]), message)], around)
     whole = "\n".join(lines[-MESSAGE_LINES:])
-    return FailureRecord([Thrown("", [], whole)] if whole else [], lines[-AROUND_LINES:])
+    return FailureRecord([ExceptionRecord("", [], whole)] if whole else [], lines[-AROUND_LINES:])

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.capture.ledger import Ledger
+from flatout.plan.enums import Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo
 from flatout.plan.plan import Choice, Plan, spell
-from flatout.plan.words import Moment
 
 EARLY = (Moment.IMPORT, Moment.LOADER)
 LATE = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
@@ -32,10 +32,10 @@ class Outcome:
 
 
 class Applier:
-    def __init__(self, table: Sequence[Lever], facts: Facts, scene: Any) -> None:
+    def __init__(self, table: Sequence[Lever], facts: Facts, context: Any) -> None:
         self.table = {lever.name: lever for lever in table}
         self.facts = facts
-        self.scene = scene
+        self.context = context
         self.outcomes: list[Outcome] = []
         self._on: list[tuple[Choice, Undo]] = []
 
@@ -78,7 +78,7 @@ class Applier:
         answers: dict[str, Options | Skip] = {}
         for name, lever in self.table.items():
             try:
-                answers[name] = lever.applies(self.facts, self.scene)
+                answers[name] = lever.applies(self.facts, self.context)
             except Exception as error:
                 answers[name] = Skip(f"its check of this program failed ({type(error).__name__}: {error})")
         return answers
@@ -99,14 +99,14 @@ class Applier:
             return Outcome(choice, False, f"it requires {missing}, which is not applied")
         ledger = Ledger()  # one per lever, so that each can be removed separately
         try:
-            answer = lever.applies(self.facts, self.scene) if ask else None
+            answer = lever.applies(self.facts, self.context) if ask else None
             if isinstance(answer, Skip):
                 return Outcome(choice, False, answer.reason)
             if lever.apply is None:
                 return Outcome(choice, False, "it acts before the program starts; use `flatout run`")
             if isinstance(answer, Options):
                 choice = replace(choice, value=answer.value_for(choice.value))
-            self._on.append((choice, lever.apply(self.scene, choice.value, ledger)))
+            self._on.append((choice, lever.apply(self.context, choice.value, ledger)))
             return Outcome(choice, True)
         except Exception as error:
             try:

@@ -12,10 +12,10 @@ from functools import wraps
 from typing import Any
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 
 
-class Epochs:
+class EpochCounter:
     """``count`` is 0 if the script iterated over no DataLoader before the first step ended."""
 
     def __init__(self, torch: Any, ledger: Ledger) -> None:
@@ -24,7 +24,7 @@ class Epochs:
         self._trains: Any = None
         self._ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         kind = torch.utils.data.DataLoader
-        ledger.set(kind, "__iter__", self._heard(kind.__iter__))
+        ledger.set(kind, "__iter__", self._observed(kind.__iter__))
 
     def first_step_ended(self) -> None:
         """Take the last iterated loader as the training loader."""
@@ -34,15 +34,15 @@ class Epochs:
     def count(self) -> int:
         return self._begun[self._trains] if self._trains is not None else 0
 
-    def _heard(self, begin: Callable) -> Callable:
+    def _observed(self, begin: Callable) -> Callable:
         @wraps(begin)
-        def iter_heard(loader: Any) -> Any:
+        def hooked_iter(loader: Any) -> Any:
             way = self._ways.get(loader)
             if way is None:
-                way = self._ways[loader] = Scene.way_of_loader(loader.dataset, {"batch_size": loader.batch_size, "num_workers": loader.num_workers,
+                way = self._ways[loader] = TrainingContext.way_of_loader(loader.dataset, {"batch_size": loader.batch_size, "num_workers": loader.num_workers,
                                                                                "sampler": loader.sampler, "drop_last": loader.drop_last})
             self._begun[way] += 1
             self._last = way
             return begin(loader)
 
-        return iter_heard
+        return hooked_iter

@@ -24,8 +24,8 @@ from typing import Any
 
 from flatout.engine.distribution import same_distribution
 from flatout.engine.resolution import SHORT_SHARE, coarseness
+from flatout.plan.enums import Effect
 from flatout.plan.records import GuardCheck, GuardRecord, TrialRecord
-from flatout.plan.words import Effect
 
 WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
@@ -37,24 +37,24 @@ FEWEST_FIRST_LOSSES = 8
 ROUNDING_GROWTH = 30.0  # in a smooth network, the first losses moved by up to 3 times the gradient error
 LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
 # Share of every weight: four units in float32's last place, about the total rounding of one step.
-SHAKE = 2.0**-21
-HALF_SHAKE = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.engine.perturb)
+PERTURBATION = 2.0**-21
+HALF_PERTURBATION = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.engine.perturb)
 # How much further than the perturbed plain program a sound lever may diverge, over all seeds and over one
 # seed, where chance counts. Sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from
 # 60.
-SHAKEN_GROWTH, SHAKEN_GROWTH_ALONE = 10.0, 30.0
+PERTURBED_GROWTH, PERTURBED_GROWTH_ALONE = 10.0, 30.0
 # Sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12.
 HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0
 TINY = 1e-300
 
 
 def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any] | None = None,
-          again: TrialRecord | None = None, shaken: Sequence[TrialRecord] = (), late: dict[str, Any] | None = None) -> GuardRecord:
+          again: TrialRecord | None = None, perturbed: Sequence[TrialRecord] = (), late: dict[str, Any] | None = None) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
     ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
     that of one after a stretch of training. ``again`` is a second plain run with the first seed, which shows
-    whether the script is repeatable. ``shaken`` are plain runs perturbed by ``shake_for(effect)`` from the
+    whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``shake_for(effect)`` from the
     first step (flatout.engine.perturb). They show how fast this program amplifies rounding. Raises ValueError
     on empty input.
     """
@@ -77,8 +77,8 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += _start(plain, tuned, replica or {}, shaken, _most_growth(effect, alone=len(shaken) == 1))
-        checks += [*_told(replica), *_told(late, "late ", "after a stretch of training ")]
+            checks += _start(plain, tuned, replica or {}, perturbed, _most_growth(effect, alone=len(perturbed) == 1))
+        checks += [*_info(replica), *_info(late, "late ", "after a stretch of training ")]
         checks.append(_curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
     if failed:
@@ -99,20 +99,20 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     return record
 
 
-def wants_shaken(found: GuardRecord) -> bool:
+def needs_perturbed_runs(found: GuardRecord) -> bool:
     """Whether only the first losses fail: perturbed runs of the plain program then decide."""
     return [check.name for check in found.checks if not check.passed] == ["start"]
 
 
-def shake_for(effect: Effect) -> float:
+def perturbation_for(effect: Effect) -> float:
     """How far to perturb a plain run to show how this program amplifies a lever's rounding."""
-    return HALF_SHAKE if effect is Effect.PRECISION else SHAKE
+    return HALF_PERTURBATION if effect is Effect.PRECISION else PERTURBATION
 
 
-def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, shaken: Sequence[TrialRecord] = ()) -> GuardCheck | None:
+def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, perturbed: Sequence[TrialRecord] = ()) -> GuardCheck | None:
     """Whether the first losses of one lever agree with the plain run of the same seed.
 
-    This narrows down which lever of a rejected plan is to blame. ``shaken``: plain runs moved by
+    This narrows down which lever of a rejected plan is to blame. ``perturbed``: plain runs moved by
     ``shake_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
     ``FEWEST_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
     that draws other batches.
@@ -120,7 +120,7 @@ def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, shaken:
     curve = _aligned(plain, alone)
     length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
     first = (curve[0][:length], curve[1][:length])
-    shaken = [each for each in shaken if each.seed == plain.seed]
+    perturbed = [each for each in perturbed if each.seed == plain.seed]
     if length < FEWEST_FIRST_LOSSES or effect.rank >= Effect.RESAMPLED.rank or not all(map(math.isfinite, first[0])):
         return None
     for found in (_finite([first]), _resolution([first])):
@@ -128,18 +128,18 @@ def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, shaken:
             return found
     if effect is Effect.EXACT:
         return _bitwise_losses([plain], [alone])
-    if not shaken:
+    if not perturbed:
         return None
-    return next(iter(_start([plain], [alone], {}, shaken, _most_growth(effect, alone=True))), None)
+    return next(iter(_start([plain], [alone], {}, perturbed, _most_growth(effect, alone=True))), None)
 
 
 def _most_growth(effect: Effect, alone: bool = False) -> float:
     if effect is Effect.PRECISION:
         return HALF_GROWTH_ALONE if alone else HALF_GROWTH
-    return SHAKEN_GROWTH_ALONE if alone else SHAKEN_GROWTH
+    return PERTURBED_GROWTH_ALONE if alone else PERTURBED_GROWTH
 
 
-def _told(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
+def _info(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
     return [GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"]) for c in (replica or {}).get("checks", ())]
 
 
@@ -189,7 +189,7 @@ def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord])
 
 
 def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:
-    if not plain[0].scene.get("loaders"):
+    if not plain[0].context.get("loaders"):
         return []  # without a loader, inputs may depend on the model (a GAN, a policy)
     for p, t in zip(plain, tuned, strict=True):
         for at, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
@@ -198,14 +198,14 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     return [GuardCheck("batches", True, "every batch is bitwise equal")]
 
 
-def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], shaken: Sequence[TrialRecord],
+def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], perturbed: Sequence[TrialRecord],
            growth: float) -> list[GuardCheck]:
     """Compare the losses of the first steps, pair by pair, with the spread of the seeds at the same steps.
 
     In a smooth network they cannot differ by more than the gradient error that the replica measured. With
     kinks (ReLU, max-pooling), or without a replica, they may differ by a small share of the spread.
     """
-    shaken = [s for s in shaken if any(s.seed == p.seed for p in plain)]
+    perturbed = [s for s in perturbed if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
     curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, (_aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)]
     length = min(len(p) for p, _ in curves)
@@ -224,12 +224,12 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
     if replica.get("smooth") and error is not None:
         limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
     value = distance / spread
-    if value > limit and shaken:
-        return [_carried(plain, tuned, shaken, length, limit * spread * unit, growth, f"{value:.2g} of {scale}")]
+    if value > limit and perturbed:
+        return [_carried(plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} of {scale}")]
     return [GuardCheck("start", value <= limit, f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}", value, limit)]
 
 
-def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken: Sequence[TrialRecord], length: int, least: float, growth: float,
+def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], perturbed: Sequence[TrialRecord], length: int, least: float, growth: float,
              apart: str) -> GuardCheck:
     """Whether the first losses diverge no faster than those of the plain program perturbed in the last place.
 
@@ -238,9 +238,9 @@ def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken:
     anyway.
     """
     # One seed may amplify rounding a hundred times as fast as another.
-    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in shaken}
+    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in perturbed}
     mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
-    rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken], length)
+    rounding = _growth([_aligned(seeds[s.seed], s) for s in perturbed], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
     ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]
     worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # NaN: no measure

@@ -11,20 +11,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flatout.engine.replay import mapped, shake
+from flatout.engine.replay import mapped, perturb_weights
 
 
-def perturb(scene: Any, share: float, ledger: Any) -> None:
+def perturb(context: Any, share: float, ledger: Any) -> None:
     """Round by at most ``share`` of each number (`flatout.engine.guard.shake_for`).
 
     2^-9 keeps the 8 bits of bfloat16. If no layer is known or called (torch.compile in the script bypasses
     our hooks), every weight is moved once by up to this share instead.
     """
-    layers = [module for root in scene.roots for module in root.modules() if any(map(_is_matrix, module.parameters(recurse=False)))]
+    layers = [module for root in context.roots for module in root.modules() if any(map(_is_matrix, module.parameters(recurse=False)))]
     if not layers:
-        shake(scene.parameters, share, scene.torch)
+        perturb_weights(context.parameters, share, context.torch)
         return
-    all_rounded = [_Rounded(module, round(-math.log2(share)) - 1, scene.torch) for module in layers]
+    all_rounded = [_Rounded(module, round(-math.log2(share)) - 1, context.torch) for module in layers]
     for rounded in all_rounded:
         ledger.call("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
         ledger.call("forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove)
@@ -33,9 +33,9 @@ def perturb(scene: Any, share: float, ledger: Any) -> None:
         while handles:
             handles.pop().remove()
         if not any(rounded.called for rounded in all_rounded):
-            shake(scene.parameters, share, scene.torch)
+            perturb_weights(context.parameters, share, context.torch)
 
-    handles = [optimizer.register_step_post_hook(look) for optimizer in scene.optimizers]
+    handles = [optimizer.register_step_post_hook(look) for optimizer in context.optimizers]
 
 
 class _Rounded:

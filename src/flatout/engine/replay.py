@@ -28,7 +28,7 @@ SHARPENING = 0.02  # how far ``sharpen`` moves a weight per update, as a share o
 
 
 @dataclass
-class Played:
+class StepResults:
     """The results of a play, by step.
 
     These are the outputs of the roots, the gradients of all parameters and the changes of all buffers.
@@ -41,24 +41,24 @@ class Played:
     moves: list[list[Any]] = field(default_factory=list)
     updates: list[Any] = field(default_factory=list)
     clipped: list[float] = field(default_factory=list)
-    later: Played | None = None
+    later: StepResults | None = None
     failure: str = ""
 
 
-class Replay:
+class StepReplayer:
     """Plays captured steps.
 
     ``frozen`` holds the copies of (root modules, optimizers) from which every play starts. ``stepped`` holds
     the positions of the optimizers that step.
     """
 
-    def __init__(self, scene: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
-        self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
+    def __init__(self, context: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
+        self.context, self.torch, self.applier, self.frozen, self.stepped = context, context.torch, applier, frozen, stepped
         self._same_gradients: list[list[Any]] = []
-        self._on_host = _crowded(scene, self.torch)
+        self._on_host = _crowded(context, self.torch)
         self._later = _held(frozen[0])  # weights and buffers at the start of the later step
 
-    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> Played:
+    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> StepResults:
         """Play the steps. ``nudge`` moves every weight by up to this share.
 
         The first play must be the plain one: its gradients are the input of every optimizer.
@@ -67,9 +67,9 @@ class Replay:
         if double:
             _in_double(roots, optimizers, self.torch)
         if nudge:
-            shake([p for root in roots for p in root.parameters()], nudge, self.torch)
-        undo, failure = self._apply(_Stage(self.scene, roots, optimizers), choices)
-        played = Played(failure=failure)
+            perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
+        undo, failure = self._apply(_CopiedContext(self.context, roots, optimizers), choices)
+        played = StepResults(failure=failure)
         try:
             if not failure:
                 self._steps(roots, steps, double, played)
@@ -94,7 +94,7 @@ class Replay:
         rates = _rates(parameters)
         moments = [[self.torch.zeros_like(p), self.torch.zeros_like(p)] for p in parameters]
         for at in range(1, updates + 1):
-            self._one_step(roots, parameters, step, False, Played())
+            self._one_step(roots, parameters, step, False, StepResults())
             for p, rate, moment in zip(parameters, rates, moments, strict=True):
                 if p.grad is not None:
                     _adam(p, p.grad, rate, moment, at, self.torch)
@@ -102,7 +102,7 @@ class Replay:
         if all(bool(tensor.isfinite().all()) for tensor in held):
             self._later = held
 
-    def play_later(self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0) -> Played:
+    def play_later(self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0) -> StepResults:
         """Play the first step from the later weights, on a fresh copy if ``roots`` is None.
 
         ``nudge`` as in ``play``.
@@ -110,8 +110,8 @@ class Replay:
         roots = copy.deepcopy(self.frozen[0]) if roots is None else roots
         self._load(roots)
         if nudge:
-            shake([p for root in roots for p in root.parameters()], nudge, self.torch)
-        played = Played()
+            perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
+        played = StepResults()
         self._steps(roots, steps[:1], False, played)
         return played
 
@@ -121,12 +121,12 @@ class Replay:
             for held, later in zip(_held(roots), self._later, strict=True):
                 held.copy_(later)
 
-    def _steps(self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: Played) -> None:
+    def _steps(self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: StepResults) -> None:
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for calls in steps:
             self._one_step(roots, parameters, calls, double, played)
 
-    def _apply(self, stage: _Stage, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
+    def _apply(self, stage: _CopiedContext, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
         undo: list[Callable[[], None]] = []
         for choice in choices:
             lever = self.applier.lever(choice)
@@ -140,7 +140,7 @@ class Replay:
                 return undo, f"{choice.name}: {type(error).__name__}: {str(error)[:160]}"
         return undo, ""
 
-    def _one_step(self, roots: list[Any], parameters: list[Any], calls: list[dict[str, Any]], double: bool, played: Played) -> None:
+    def _one_step(self, roots: list[Any], parameters: list[Any], calls: list[dict[str, Any]], double: bool, played: StepResults) -> None:
         buffers = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         before = [b.detach().clone() for b in buffers]
         for p in parameters:
@@ -152,7 +152,7 @@ class Replay:
 
     def _one_call(self, root: Any, call: dict[str, Any], double: bool) -> list[Any]:
         torch = self.torch
-        set_random_state(self.scene, call["random"])
+        set_random_state(self.context, call["random"])
         convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
         args, kwargs = mapped(call["args"], convert, torch), mapped(call["kwargs"], convert, torch)
         device, dtype, enabled = call["autocast"]
@@ -168,7 +168,7 @@ class Replay:
     def _kept(self, tensor: Any) -> Any:
         return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
 
-    def _clip(self, roots: list[Any], played: Played) -> None:
+    def _clip(self, roots: list[Any], played: StepResults) -> None:
         """Clip the gradients of the plain play by torch's function, in case the program clips.
 
         It is called by the name that a lever may replace.
@@ -180,7 +180,7 @@ class Replay:
         self.torch.nn.utils.clip_grad_norm_(parameters, CLIPPED * whole)
         played.clipped = [_size(p.grad) for p in parameters if p.grad is not None]
 
-    def _update(self, roots: list[Any], optimizers: list[Any], played: Played) -> None:
+    def _update(self, roots: list[Any], optimizers: list[Any], played: StepResults) -> None:
         """Step every optimizer on the gradients of the plain play, one after another and repeatedly."""
         torch = self.torch
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
@@ -198,29 +198,29 @@ class Replay:
         played.updates = [None if p.grad is None else self._kept(p.detach().double() - b) for p, b in zip(parameters, before, strict=True)]
 
 
-def _crowded(scene: Any, torch: Any) -> bool:
+def _crowded(context: Any, torch: Any) -> bool:
     """Whether the results of the plays would fill the device while the program occupies it."""
-    if scene.device_type != "cuda":
+    if context.device_type != "cuda":
         return False
-    free, _ = torch.cuda.mem_get_info(scene.device)
-    return bool(RESULTS * sum(p.numel() * p.element_size() for p in scene.parameters) > ROOM * free)
+    free, _ = torch.cuda.mem_get_info(context.device)
+    return bool(RESULTS * sum(p.numel() * p.element_size() for p in context.parameters) > ROOM * free)
 
 
-class _Stage:
+class _CopiedContext:
     """The training context with copies instead of the live modules and optimizers.
 
     Everything else comes from the original.
     """
 
-    def __init__(self, scene: Any, roots: list[Any], optimizers: list[Any]) -> None:
-        self.scene, self.roots, self.optimizers = scene, roots, optimizers
+    def __init__(self, context: Any, roots: list[Any], optimizers: list[Any]) -> None:
+        self.context, self.roots, self.optimizers = context, roots, optimizers
 
     @property
     def parameters(self) -> list[Any]:
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.scene, name)
+        return getattr(self.context, name)
 
 
 def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
@@ -239,9 +239,9 @@ def _outside(outputs: list[Any], grads: dict[int, Any], torch: Any) -> dict[int,
     For example, the gradient of logits may come from a loss that the module also returns.
     """
     found = dict(grads)
-    heard = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
-    for at in heard if 1 < len(heard) <= MOST_OUTPUTS else ():
-        for other in heard:
+    observed = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
+    for at in observed if 1 < len(observed) <= MOST_OUTPUTS else ():
+        for other in observed:
             inside = torch.autograd.grad(outputs[other], outputs[at], grads[other], retain_graph=True, allow_unused=True)[0] if other != at else None
             if inside is not None and at in found:
                 found[at] = found[at] - inside
@@ -274,7 +274,7 @@ def _adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: An
         p.sub_(rate / (1 - 0.9**at) * moments[0] / size)
 
 
-def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
+def perturb_weights(parameters: Sequence[Any], share: float, torch: Any) -> None:
     """Move every weight by up to this share, each time by the same draws.
 
     The program's random state does not change.
@@ -308,12 +308,12 @@ def mapped(thing: Any, convert: Callable[[Any], Any], torch: Any) -> Any:
     return thing
 
 
-def random_state(scene: Any) -> tuple[Any, Any]:
-    torch = scene.torch
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if scene.device_type == "cuda" else None
+def random_state(context: Any) -> tuple[Any, Any]:
+    torch = context.torch
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if context.device_type == "cuda" else None
 
 
-def set_random_state(scene: Any, state: tuple[Any, Any]) -> None:
-    scene.torch.set_rng_state(state[0])
+def set_random_state(context: Any, state: tuple[Any, Any]) -> None:
+    context.torch.set_rng_state(state[0])
     if state[1] is not None:
-        scene.torch.cuda.set_rng_state_all(state[1])
+        context.torch.cuda.set_rng_state_all(state[1])

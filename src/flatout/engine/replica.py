@@ -37,7 +37,7 @@ from typing import Any
 
 from flatout.engine.applier import Applier
 from flatout.engine.batch_slices import sliced
-from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
+from flatout.engine.replay import StepReplayer, StepResults, clone, random_state, set_random_state
 from flatout.engine.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
@@ -55,27 +55,27 @@ PATIENCE_STEPS = 12
 
 
 @dataclass
-class Reference:
+class ReferencePlays:
     """The plays without levers: plain, in float64, and with nudged weights.
 
     ``later`` is the later step from weights nudged by half precision's last place. ``sure``: the network of
     the later weights is confident of its samples.
     """
 
-    replay: Replay
-    plain: Played
-    double: Played
-    nudged: Played
-    later: Played
+    replay: StepReplayer
+    plain: StepResults
+    double: StepResults
+    nudged: StepResults
+    later: StepResults
     sure: bool
 
 
 class StepReplica:
     """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
 
-    def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0) -> None:
-        self.scene = scene
-        self.torch = scene.torch
+    def __init__(self, context: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0) -> None:
+        self.context = context
+        self.torch = context.torch
         self.applier = applier
         self.choices = list(choices)
         self.failure = ""
@@ -84,41 +84,41 @@ class StepReplica:
         self._optimizers: list[Any] = []
         self._stepped: set[int] = set()
         self._steps: dict[int, list[dict[str, Any]]] = {}
-        self._start = scene.steps
-        self._reference: Reference | None = None
+        self._start = context.steps
+        self._reference: ReferencePlays | None = None
         self._step_ms = step_ms
         self._played: list[list[dict[str, Any]]] = []  # the captured steps, with ``_share`` of their samples
         self._share = 1.0
-        self._wanted = STEPS_OF_A_LARGE_MODEL if step_ms > SLOW_MS or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
+        self._wanted = STEPS_OF_A_LARGE_MODEL if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE else STEPS
 
     @property
     def captured(self) -> bool:
         """Checked at the end of each step."""
-        late = self.scene.steps - self._start >= PATIENCE_STEPS
-        return bool(self.failure) or late or (len(self._steps) >= self._wanted and self.scene.steps > max(self._steps))
+        late = self.context.steps - self._start >= PATIENCE_STEPS
+        return bool(self.failure) or late or (len(self._steps) >= self._wanted and self.context.steps > max(self._steps))
 
     # -- capturing -------------------------------------------------------------------------------------------
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
-        step = self.scene.steps
-        if self.scene.divided is not None and self.scene.divided.sharding is not None:
+        step = self.context.steps
+        if self.context.divided is not None and self.context.divided.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
         if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
             return
         try:
             if self._frozen is None:
-                self._originals, self._optimizers = self.scene.roots, self.scene.optimizers
-                self._frozen = copy.deepcopy(([self.scene.without_ranks(root) for root in self._originals], self._optimizers))
+                self._originals, self._optimizers = self.context.roots, self.context.optimizers
+                self._frozen = copy.deepcopy(([self.context.without_ranks(root) for root in self._originals], self._optimizers))
             at = next((i for i, known in enumerate(self._originals) if known is root), None)
             calls = self._steps.setdefault(step, [])
             if at is not None and all(call["root"] != at for call in calls):
-                calls.append({"root": at, "args": clone(args, self.torch), "kwargs": clone(kwargs, self.torch), "random": random_state(self.scene),
+                calls.append({"root": at, "args": clone(args, self.torch), "kwargs": clone(kwargs, self.torch), "random": random_state(self.context),
                               "autocast": self._autocast(), "grads": {}, "open": True})
         except Exception as error:
             self.failure = f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
 
     def forward_end(self, root: Any, output: Any) -> None:
-        call = next((c for c in self._steps.get(self.scene.steps, ()) if c["open"] and self._originals[c["root"]] is root), None)
+        call = next((c for c in self._steps.get(self.context.steps, ()) if c["open"] and self._originals[c["root"]] is root), None)
         if call is None:
             return
         call["open"] = False
@@ -133,7 +133,7 @@ class StepReplica:
             self._stepped.add(at)
 
     def _autocast(self) -> tuple[str, Any, bool]:
-        device = self.scene.device_type
+        device = self.context.device_type
         return device, self.torch.get_autocast_dtype(device), self.torch.is_autocast_enabled(device)
 
     # -- judging ---------------------------------------------------------------------------------------------
@@ -151,16 +151,16 @@ class StepReplica:
             self.failure = "no root module of this program received a gradient in consecutive steps"
         if self.failure:
             return {"failure": self.failure}
-        asleep, self.scene.asleep = self.scene.asleep, True
-        state = random_state(self.scene)
+        asleep, self.context.asleep = self.context.asleep, True
+        state = random_state(self.context)
         try:
-            with self.scene.divided.alone() if self.scene.divided is not None else nullcontext():
+            with self.context.divided.alone() if self.context.divided is not None else nullcontext():
                 return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
-            set_random_state(self.scene, state)
-            self.scene.asleep = asleep
+            set_random_state(self.context, state)
+            self.context.asleep = asleep
 
     def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
@@ -178,7 +178,7 @@ class StepReplica:
         except self.torch.OutOfMemoryError:  # the compared copies need memory too: this says nothing of the levers
             return {"failure": "there is too little memory to run a step again next to the program"}
         except Exception as error:  # the plain play has just succeeded
-            levers = Played(failure=f"{type(error).__name__}: {str(error)[:160]}")
+            levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
             return {"checks": [check("levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}")]}
         if bitwise:
@@ -191,9 +191,9 @@ class StepReplica:
         found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
         return found
 
-    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> Reference:
+    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> ReferencePlays:
         """The plays without levers, shared by all judged levers."""
-        replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
+        replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
         if updates:
             replay.sharpen(steps[0], updates)
@@ -201,11 +201,11 @@ class StepReplica:
         try:
             double = replay.play(steps[:1], double=True)
         except Exception:  # the forward pass fixes a dtype: no float64 reference
-            double = Played()
+            double = StepResults()
         nudged = replay.play(steps[:1], nudge=NUDGE)
-        return Reference(replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0)
+        return ReferencePlays(replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0)
 
-    def _updates(self, replay: Replay, steps: list[list[dict[str, Any]]]) -> int:
+    def _updates(self, replay: StepReplayer, steps: list[list[dict[str, Any]]]) -> int:
         """How many sharpening updates the time allows.
 
         It is 0 if no root module computes the loss, which is then unknown.

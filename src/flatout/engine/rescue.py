@@ -22,32 +22,32 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.schedulers import Schedulers
 from flatout.capture.signals import Signals
-from flatout.engine.belongings import Belongings
-from flatout.engine.epochs import Epochs
+from flatout.engine.epochs import EpochCounter
+from flatout.engine.training_state import TrainingState
 from flatout.measure.clock import seconds, sleep, thread_seconds, today
 from flatout.plan.errors import FlatoutError
+from flatout.state.checkpoints import CheckpointFolder, step_of
 from flatout.state.drift import surroundings
 from flatout.state.runs import begin_run
-from flatout.state.saver import SHARE, Clocks, Saver
-from flatout.state.saves import Saves, step_of
+from flatout.state.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.state.values import Packed, pack
 
 KIND = "rescue"
 KEEP = 2
 # How long a signal waits for the end of a step, and while an optimizer works, whose weights belong to no
 # step.
-PATIENCE_S, LONGEST_PATIENCE_S = 5.0, 20.0
+TIMEOUT_S, LONGEST_TIMEOUT_S = 5.0, 20.0
 SETTLING_S = 0.2  # wait for schedulers and the like after an optimizer, before passing on a waiting signal
 TRY_AGAIN_S = 30.0  # interval for opening the folder again
 
 
-class Beside(Protocol):
+class ExactResumePart(Protocol):
     """Adds to checkpoints what another process needs to resume exactly."""
 
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         """A part of the state, and the reason why the program could not resume exactly from it, or ""."""
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """The metadata for the manifest."""
 
     def kept(self, step: int) -> None:
@@ -68,17 +68,17 @@ class Rescue(Listener):
     goes_on: int | None = None
     signalled = False  # a signal came, so the end is not the program's own
     cost_s = 0.0  # cost of a checkpoint, if known
-    beside: Beside | None = None
+    beside: ExactResumePart | None = None
     agrees: Callable[[bool, int], bool] = staticmethod(lambda wants, steps: wants)  # all ranks save after the same step
 
     def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
         self.torch, self.folder, self.say, self.may_begin, self.ledger = torch, folder, say, may_begin, ledger
-        self.schedulers, self.epochs = Schedulers(torch, ledger), Epochs(torch, ledger)
-        self.signals = Signals(self._heard)
-        self.scene: Any = None
+        self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
+        self.signals = Signals(self._observed)
+        self.context: Any = None
         self.shown = os.path.relpath(folder)  # a program may change its working directory
-        self.saver: Saver | None = None
-        self.belongings: Belongings | None = None
+        self.saver: CheckpointWriter | None = None
+        self.training_state: TrainingState | None = None
         self.pid, self.began_s = os.getpid(), seconds()
         self._active = self._inside = self._updating = self._updated = False
         self._pending: int | None = None  # a signal that waits for the end of a step
@@ -87,13 +87,13 @@ class Rescue(Listener):
         self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
         self._copies_s = self._retry_s = 0.0
         self._begun_step = -1  # step of the last started checkpoint
-        self._saving = self._told = self._due = self._between = False
+        self._saving = self._info = self._due = self._between = False
 
     def broke(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
         self.say(f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay")
         self.leave()
-        self.scene.rest()
+        self.context.rest()
 
     def leave(self) -> None:
         """Keep no more checkpoints, and return signals to the program."""
@@ -104,13 +104,13 @@ class Rescue(Listener):
     def active(self) -> bool:
         return self._active
 
-    def begin(self, scene: Any) -> None:
+    def begin(self, context: Any) -> None:
         """Called when the first step has ended. Nothing is written before."""
-        self.scene, self.pid = scene, os.getpid()
+        self.context, self.pid = context, os.getpid()
         self.epochs.first_step_ended()
         self._active = self.may_begin()
         if self._active:
-            self.belongings = Belongings(scene, self.schedulers, self._gone)
+            self.training_state = TrainingState(context, self.schedulers, self._gone)
             self.signals.install(self.ledger)
             if self.goes_on is not None:
                 self._opened()
@@ -123,14 +123,14 @@ class Rescue(Listener):
 
     def backward_begin(self, losses: tuple) -> None:
         if not self._inside:  # the forward pass was not observed: no module, or inside a compiled function
-            if self.beside is not None and self._active and not self.scene.boundaries.by_backward:
+            if self.beside is not None and self._active and not self.context.boundaries.by_backward:
                 return  # with an optimizer, resuming starts before its step, where no graph is in flight
             self._step_begins(late=True)
 
     def backward_end(self) -> None:
         if self._active:
             # A script without an optimizer changes its weights from here on, unobserved.
-            self._updated |= self.scene.boundaries.by_backward
+            self._updated |= self.context.boundaries.by_backward
 
     def optimizer_begin(self, optimizer: Any) -> None:
         if not self._inside:
@@ -147,8 +147,8 @@ class Rescue(Listener):
         """
         self._inside = self._updating = self._updated = False
         if self._active:
-            wants = self.saver.due(self.scene.steps) if self.saver is not None else seconds() >= self._retry_s
-            self._due = self.agrees(wants or self._pending is not None, self.scene.steps)
+            wants = self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
+            self._due = self.agrees(wants or self._pending is not None, self.context.steps)
             if self._pending is not None and self._due:
                 self._remind(self._pending, SETTLING_S)
 
@@ -157,14 +157,14 @@ class Rescue(Listener):
         if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
             return  # the hook is being compiled, or receives fake tensors; the next call is observed
         self._inside, self._between = late, not late
-        if self._active and (self._due or (self._pending is not None and self.agrees(True, self.scene.steps))):
+        if self._active and (self._due or (self._pending is not None and self.agrees(True, self.context.steps))):
             self._due = False
             if self._pending is None:
                 self._save("interval", sys._getframe(1))
             else:
                 self._end_waiting()
         self._inside, self._between = True, False
-        if not self._told:
+        if not self._info:
             self._tell_what_is_kept()
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -183,44 +183,44 @@ class Rescue(Listener):
             self._saving = False
 
     def _keep(self, why: str, frame: FrameType | None, last: bool, ended: bool) -> bool:
-        assert self.belongings is not None
+        assert self.training_state is not None
         if self.saver is None and not self._opened():
             return False
         assert self.saver is not None
         began_s = seconds()
         self.signals.look_again()
-        self.belongings.look(frame)
-        if self.belongings.divided:
+        self.training_state.look(frame)
+        if self.training_state.divided:
             self._active = False
             self.say("rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script.")
             return False
-        step, packed, told = self._packed(why, ended, frame)
+        step, packed, metadata = self._packed(why, ended, frame)
         self._begun_step, self._leaving = step, None
         if last:
-            return self.saver.save_now(step, packed, told) is not None
-        self.saver.save(step, packed, told, began_s)
+            return self.saver.save_now(step, packed, metadata) is not None
+        self.saver.save(step, packed, metadata, began_s)
         return True
 
     def _packed(self, why: str, ended: bool = False, frame: FrameType | None = None) -> tuple[int, Packed, dict[str, Any]]:
         """The completed steps, their state, and its metadata."""
-        assert self.belongings is not None
-        belongings, steps = self.belongings, self._steps_done() if ended else self.scene.steps
-        inside = self._inside and steps == self.scene.steps
-        state, exact = belongings.state(), None
+        assert self.training_state is not None
+        training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
+        inside = self._inside and steps == self.context.steps
+        state, exact = training_state.state(), None
         if self.beside is not None and self._between and not ended:
             state["exact"], exact = self.beside.beside(frame)
         packed = pack(self.torch, state)
-        packed.left_out |= belongings.notes
-        told: dict[str, Any] = {"why": why, "ran_s": round(seconds() - self.began_s, 1), "at": today(), "epoch": self.epochs.count, "inside": inside,
-                                "updated": inside and self._updated, "holds": belongings.told(state), "surroundings": surroundings(self.torch)}
+        packed.left_out |= training_state.notes
+        metadata: dict[str, Any] = {"why": why, "ran_s": round(seconds() - self.began_s, 1), "at": today(), "epoch": self.epochs.count, "inside": inside,
+                                "updated": inside and self._updated, "holds": training_state.metadata(state), "surroundings": surroundings(self.torch)}
         if self.beside is not None and exact is not None:
-            told |= {**self.beside.told(), "cost_s": self.saver.cost.last_s if self.saver is not None else 0.0}
-            told["exact"] = exact or "; ".join(f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact."))
-        return steps, packed, told
+            metadata |= {**self.beside.metadata(), "cost_s": self.saver.cost.last_s if self.saver is not None else 0.0}
+            metadata["exact"] = exact or "; ".join(f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact."))
+        return steps, packed, metadata
 
     def _opened(self) -> bool:
         try:
-            saves = Saves(self.folder, KEEP, told=self.beside.kept if self.beside is not None else lambda step: None).open()
+            saves = CheckpointFolder(self.folder, KEEP, metadata=self.beside.kept if self.beside is not None else lambda step: None).open()
             try:
                 if self.goes_on is None:
                     begin_run(saves)
@@ -236,7 +236,7 @@ class Rescue(Listener):
                 self.say(f"rescue: {error} The training continues, and flatout tries again.")
             self._retry_s = seconds() + TRY_AGAIN_S
             return False
-        self.saver = Saver(self.torch, saves, KIND, Clocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
+        self.saver = CheckpointWriter(self.torch, saves, KIND, WriterClocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
                            sound=self._sound)
         if self.goes_on is not None:
             self.saver.goes_on(self.goes_on, self.cost_s)
@@ -251,17 +251,17 @@ class Rescue(Listener):
         last = self.saver.last if self.saver is not None else None
         if last is None:
             return
-        self._told = True
+        self._info = True
         manifest = last.manifest
         size = sum(stored.bytes for stored in manifest.files.values())
-        names = ", ".join(held["name"] for held in manifest.told["holds"]) or "nothing that trains"
+        names = ", ".join(held["name"] for held in manifest.metadata["holds"]) or "nothing that trains"
         self.say(f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}")
         if manifest.left_out:
             self.say(f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}")
 
     # -- signals ---------------------------------------------------------------------------------------------
 
-    def _heard(self, number: int) -> bool:
+    def _observed(self, number: int) -> bool:
         """Whether to pass the signal to the program now.
 
         Called between any two instructions of the program, which must not see an internal error.
@@ -282,7 +282,7 @@ class Rescue(Listener):
         if self._saving or (self._pending is None and (self._inside or self.beside is not None)):
             if self._pending is None:
                 self._pending, self._reminded = number, False
-                self._remind(number, PATIENCE_S)
+                self._remind(number, TIMEOUT_S)
                 return False
             if reminder:  # the checkpoint in progress is the awaited one
                 return False
@@ -290,7 +290,7 @@ class Rescue(Listener):
             self._last_save(signal.Signals(number).name)
         elif reminder and self._updating and not self._reminded:
             self._reminded = True
-            self._remind(number, LONGEST_PATIENCE_S - PATIENCE_S)
+            self._remind(number, LONGEST_TIMEOUT_S - TIMEOUT_S)
             return False
         elif reminder:
             self._last_save(signal.Signals(number).name)
@@ -318,13 +318,13 @@ class Rescue(Listener):
         assert number is not None
         self._pending = None
         self._last_save(signal.Signals(number).name)
-        self.scene.then = lambda: self.signals.pass_on(number, sys._getframe(1))
+        self.context.then = lambda: self.signals.pass_on(number, sys._getframe(1))
 
     def _last_save(self, why: str) -> None:
         """Save the present state before passing on a signal, unless its weights belong to no step."""
         if self._updating:
             self.say(f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay")
-        elif (self._kept_step() == self.scene.steps and not self._updated) or self._save(why, sys._getframe(1), last=True):
+        elif (self._kept_step() == self.context.steps and not self._updated) or self._save(why, sys._getframe(1), last=True):
             self._tell_where(why)
 
     def _kept_step(self) -> int:
@@ -337,15 +337,15 @@ class Rescue(Listener):
     def _tell_where(self, why: str) -> None:
         if self.saver is not None and self.saver.last is not None:
             last = self.saver.last
-            if not self._told:
+            if not self._info:
                 self._tell_what_is_kept()
-            self.say(f"rescue: {why}; {where_of(last.manifest.told, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
+            self.say(f"rescue: {why}; {describe_position(last.manifest.metadata, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _gone(self) -> None:
         """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
-        if not self._active or os.getpid() != self.pid or self._updating or self._saving or self.belongings is None or self.saver is None:
+        if not self._active or os.getpid() != self.pid or self._updating or self._saving or self.training_state is None or self.saver is None:
             return
         steps = self._steps_done()
         known = self._leaving[0] if self._leaving is not None else self._begun_step
@@ -353,9 +353,9 @@ class Rescue(Listener):
             return
         began_s = seconds()
         try:
-            _, packed, told = self._packed("its end", ended=True)
+            _, packed, metadata = self._packed("its end", ended=True)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in packed.tensors.items()}
-            self._leaving = steps, Packed(packed.tree, copies, packed.left_out), told
+            self._leaving = steps, Packed(packed.tree, copies, packed.left_out), metadata
         except Exception as error:  # Python would print a traceback into the program's output
             self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
         self._copies_s += seconds() - began_s
@@ -365,8 +365,8 @@ class Rescue(Listener):
 
         Includes the last step of a script without an optimizer, whose end is not observed.
         """
-        boundaries = self.scene.boundaries
-        return int(self.scene.steps) + int(boundaries.by_backward and boundaries.pending and self._failure() is None)
+        boundaries = self.context.boundaries
+        return int(self.context.steps) + int(boundaries.by_backward and boundaries.pending and self._failure() is None)
 
     @staticmethod
     def _failure() -> BaseException | None:
@@ -374,7 +374,7 @@ class Rescue(Listener):
 
     def finish(self) -> None:
         """Called at the end of the process. Raises nothing."""
-        if not self._active or os.getpid() != self.pid or self.belongings is None:
+        if not self._active or os.getpid() != self.pid or self.training_state is None:
             return
         self._active = False
         try:
@@ -393,9 +393,9 @@ class Rescue(Listener):
         steps, kept, leaving = self._steps_done(), self._kept_step(), self._leaving
         if leaving is not None and self.saver is not None and leaving[0] >= steps:
             if leaving[0] > kept:
-                step, packed, told = leaving
-                self.saver.save_now(step, packed, {**told, "why": why})
-        elif not self._updating and (steps > kept or (self._inside and self._updated)) and self.belongings is not None and self.belongings.live:
+                step, packed, metadata = leaving
+                self.saver.save_now(step, packed, {**metadata, "why": why})
+        elif not self._updating and (steps > kept or (self._inside and self._updated)) and self.training_state is not None and self.training_state.live:
             self._save(why, self._where_it_failed(), last=True, ended=True)
         if self.saver is not None:
             self.saver.saves.close()
@@ -408,6 +408,6 @@ class Rescue(Listener):
         return trace.tb_frame if trace is not None else None
 
 
-def where_of(told: Mapping[str, Any], step: int) -> str:
+def describe_position(metadata: Mapping[str, Any], step: int) -> str:
     """The position of a checkpoint: ``step 120``, or ``step 121 (in progress)``."""
-    return f"step {step + 1} (in progress)" if told.get("inside") else f"step {step}"
+    return f"step {step + 1} (in progress)" if metadata.get("inside") else f"step {step}"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from flatout.engine.replay import Played
+from flatout.engine.replay import StepResults
 from flatout.engine.resolution import fineness
 from flatout.measure.parity import relative_distance
 
@@ -50,7 +50,7 @@ USABLE_ANSWER = 0.5
 USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
 
 
-def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch: Any, share: float = 1.0) -> dict[str, Any]:
+def compare(plain: StepResults, levers: StepResults, double: StepResults, nudged: StepResults, torch: Any, share: float = 1.0) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
     ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
@@ -59,7 +59,7 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     its square root, and so are those on both sides of a kink.
     """
     if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
-        double = Played()
+        double = StepResults()
     noise = _noise(plain.gradients, torch) * math.sqrt(share)
     outputs, error = _outputs(plain, levers, double)
     kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
@@ -75,7 +75,7 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     return {"checks": checks, "noise": noise, "smooth": smooth}
 
 
-def later(plain: Played, levers: Played, nudged: Played, sure: bool, torch: Any) -> list[dict[str, Any]]:
+def later(plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: Any) -> list[dict[str, Any]]:
     """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
     There the gradient may differ from the plain one by little more than if half precision's last place moves
@@ -99,7 +99,7 @@ def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -
     return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
 
 
-def same(plain: Played, levers: Played, torch: Any) -> dict[str, Any]:
+def same(plain: StepResults, levers: StepResults, torch: Any) -> dict[str, Any]:
     """Whether outputs, gradients, updates and buffer changes are equal, bit by bit."""
 
     def equal(a: Any, b: Any) -> bool:
@@ -119,7 +119,7 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
     return {"name": name, "value": value if math.isfinite(value) else None, "limit": limit, "passed": value <= limit, "why": why}
 
 
-def _outputs(plain: Played, levers: Played, double: Played) -> tuple[dict[str, Any], float]:
+def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
     own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
@@ -140,7 +140,7 @@ def _of_spread(x: Any, y: Any) -> float:
     return away / spread if spread else (0.0 if away == 0 else math.inf)
 
 
-def _gradient(plain: Played, levers: Played, double: Played, noise: float, kinks: float, torch: Any) -> dict[str, Any]:
+def _gradient(plain: StepResults, levers: StepResults, double: StepResults, noise: float, kinks: float, torch: Any) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     own = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
@@ -149,7 +149,7 @@ def _gradient(plain: Played, levers: Played, double: Played, noise: float, kinks
                                            f"batches differ by {noise:.2g}")
 
 
-def _parameters(plain: Played, levers: Played, double: Played, kinks: float, share: float, torch: Any) -> dict[str, Any]:
+def _parameters(plain: StepResults, levers: StepResults, double: StepResults, kinks: float, share: float, torch: Any) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
     for at in range(len(plain.gradients[0])):
         mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
@@ -166,7 +166,7 @@ def _parameters(plain: Played, levers: Played, double: Played, kinks: float, sha
                                                    f"between batches it differs by {worst[3]:.2g}")
 
 
-def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[str, Any]:
+def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch: Any) -> dict[str, Any]:
     worst = (-1.0, 0.0, FLOOR)
     for at, moved in enumerate(plain.updates):
         if moved is None:
@@ -179,7 +179,7 @@ def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[
     return check("update", worst[1], worst[2], f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}")
 
 
-def _buffers(plain: Played, levers: Played, double: Played, cap: float, share: float, torch: Any) -> dict[str, Any]:
+def _buffers(plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: Any) -> dict[str, Any]:
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
     cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
     own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
@@ -210,9 +210,9 @@ def _size(tensors: Sequence[Any]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
 
 
-def _name(double: Played) -> str:
+def _name(double: StepResults) -> str:
     return "float64" if double.gradients else "the plain step (float64 is not comparable here)"
 
 
-def _own(double: Played, own: float) -> str:
+def _own(double: StepResults, own: float) -> str:
     return f", plain float32 {own:.2g}" if double.gradients else ""

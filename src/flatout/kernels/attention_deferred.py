@@ -35,8 +35,8 @@ from flatout.kernels.attention_forms import (
     MAKES_MASKS,
     OUT_OF_PLACE,
     PRODUCTS,
-    Finished,
-    Form,
+    AttentionForm,
+    AttentionMatch,
     attend,
     causal_and_whole,
     drops,
@@ -58,7 +58,7 @@ CHANGES_IT = re.compile(r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv
 MOST_LIKES = 4096
 
 
-class _See:
+class _RuntimeArguments:
     """Reads arguments of a running program."""
 
     def __init__(self, numbers: Any = None) -> None:
@@ -70,7 +70,7 @@ class _See:
     def number(self, thing: Any) -> float | None:
         if isinstance(thing, (int, float)) and not isinstance(thing, bool):
             return float(thing)
-        if not isinstance(thing, Tensor) or isinstance(thing, Deferred) or thing.dim() or thing.requires_grad or thing.is_complex():
+        if not isinstance(thing, Tensor) or isinstance(thing, DeferredScores) or thing.dim() or thing.requires_grad or thing.is_complex():
             return None
         if thing.device.type == "cpu":
             return float(thing)
@@ -83,17 +83,17 @@ class _See:
 # -- deferred values -----------------------------------------------------------------------------------------
 
 
-class Step:
+class DeferredOperation:
     """One operator call of the script with its arguments, and the value once something reads it."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: Form | None, watch: Watch, ordinal: int) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: AttentionForm | None, watch: AttentionMode, ordinal: int) -> None:
         """Deferred tensors among the arguments are represented by their steps."""
         self.function, self.args, self.kwargs = function, args, kwargs
         self.form, self.watch, self.ordinal = form, watch, ordinal
         self.value: Tensor | None = None
-        self.owner: weakref.ref[Deferred] | None = None
-        self.later: weakref.WeakSet[Step] = weakref.WeakSet()
-        self.before: Step | None = next((each for each in args if isinstance(each, Step)), None)
+        self.owner: weakref.ref[DeferredScores] | None = None
+        self.later: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
+        self.before: DeferredOperation | None = next((each for each in args if isinstance(each, DeferredOperation)), None)
         self.tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
         self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
@@ -129,7 +129,7 @@ class Step:
         ``instead`` maps ids of tensors to their replacements.
         """
         self.check()
-        args, kwargs = tree_map_only(Step, lambda step: step.made(instead) if instead else step.compute(), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(DeferredOperation, lambda step: step.made(instead) if instead else step.compute(), (self.args, self.kwargs))
         if instead:
             args, kwargs = tree_map_only(Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
         device, dtype, enabled = self.autocast
@@ -154,9 +154,9 @@ class _Place(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, held: list[Step], like: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, held: list[DeferredOperation], like: Tensor, *leaves: Tensor) -> Tensor:
         ctx.held, ctx.leaves = held, leaves
-        return Deferred(held, like, leaves[0].device)
+        return DeferredScores(held, like, leaves[0].device)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -180,17 +180,17 @@ class _Become(torch.autograd.Function):
         return None, gradient
 
 
-class Deferred(torch.Tensor):
+class DeferredScores(torch.Tensor):
     """Scores or weights with a shape, a type and a place in the graph, but no values yet.
 
     ``held[0]`` computes them.
     """
 
-    held: list[Step]
+    held: list[DeferredOperation]
 
     @staticmethod
-    def __new__(cls: type[Deferred], held: list[Step], like: Tensor, device: torch.device) -> Deferred:
-        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+    def __new__(cls: type[DeferredScores], held: list[DeferredOperation], like: Tensor, device: torch.device) -> DeferredScores:
+        made: DeferredScores = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
         made.held = held
         return made
 
@@ -209,11 +209,11 @@ class Deferred(torch.Tensor):
         if made is not None:
             return made
         first = args[0] if args else None
-        changes = isinstance(first, Deferred) and CHANGES_IT.fullmatch(name) is not None
-        if changes and isinstance(first, Deferred):
+        changes = isinstance(first, DeferredScores) and CHANGES_IT.fullmatch(name) is not None
+        if changes and isinstance(first, DeferredScores):
             for step in list(first.held[0].later):
                 step.compute()  # values from before the change must not see it
-        args, kwargs = tree_map_only(Deferred, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs))
+        args, kwargs = tree_map_only(DeferredScores, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs))
         result = function(*args, **kwargs)
         if not changes:
             return result
@@ -228,16 +228,16 @@ class Deferred(torch.Tensor):
 
         This runs below autograd, where ``_Place`` represents this tensor.
         """
-        def values(deferred: Deferred) -> Tensor:
+        def values(deferred: DeferredScores) -> Tensor:
             with enable_reentrant_dispatch():
                 return deferred.held[0].compute().detach()
 
-        args, kwargs = tree_map_only(Deferred, values, (tuple(args), kwargs or {}))
+        args, kwargs = tree_map_only(DeferredScores, values, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)
 
 
-def _deferred(step: Step, like: Tensor, device: torch.device) -> Deferred:
-    made: Deferred = _Place.apply([step], like, *step.leaves.values()) if step.leaves else Deferred([step], like, device)
+def _deferred(step: DeferredOperation, like: Tensor, device: torch.device) -> DeferredScores:
+    made: DeferredScores = _Place.apply([step], like, *step.leaves.values()) if step.leaves else DeferredScores([step], like, device)
     step.owner = weakref.ref(made)
     return made
 
@@ -250,11 +250,11 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if name not in CHANGES and name not in PRODUCTS and name not in LATER:
         return None
     args = with_operands(name, args)
-    found = [at for at, each in enumerate(args) if isinstance(each, Deferred)]
+    found = [at for at, each in enumerate(args) if isinstance(each, DeferredScores)]
     if len(found) != 1 or (name == "view" and any(isinstance(each, torch.dtype) for each in args)):
         return None
     at, first = found[0], args[found[0]]
-    step: Step = first.held[0]
+    step: DeferredOperation = first.held[0]
     if step.value is not None or not torch.is_grad_enabled():
         return None
     others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not first]
@@ -274,7 +274,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     form = None if step.form is None else extended(step.watch.see, name, step.form, at, args, kwargs, like)
     if form is None and not (name in LATER and at == 0 and (step.form is None or step.form.is_weights)):
         return None
-    longer = Step(function, (*args[:at], step, *args[at + 1 :]), kwargs, form, step.watch, step.ordinal)
+    longer = DeferredOperation(function, (*args[:at], step, *args[at + 1 :]), kwargs, form, step.watch, step.ordinal)
     if name == "detach":
         longer.leaves = {}
     if not inside:
@@ -354,7 +354,7 @@ def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
 # -- constant masks ------------------------------------------------------------------------------------------
 
 
-class Masks:
+class MaskRegistry:
     """Names for the values of tensors: tensors with one name have the same values.
 
     The kind of a mask is determined once per name.
@@ -366,7 +366,7 @@ class Masks:
         self._serials = WeakIdKeyDictionary()
         self._count = 0
         self._seen: tuple[set[Any], set[Any]] = set(), set()  # in earlier steps, in this step
-        self._waiting: dict[Any, Form] = {}
+        self._waiting: dict[Any, AttentionForm] = {}
         self._found: dict[Any, tuple[bool, bool]] = {}
 
     def step(self) -> None:
@@ -405,7 +405,7 @@ class Masks:
             return slice, self._name(thing.start), self._name(thing.stop), self._name(thing.step)
         return tuple(map(self._name, thing)) if isinstance(thing, (list, tuple)) else (type(thing), thing)
 
-    def known(self, form: Form) -> tuple[bool, bool]:
+    def known(self, form: AttentionForm) -> tuple[bool, bool]:
         """Whether the masks of this form are one causal mask, and whether no row is fully masked.
 
         Both are False while unknown.
@@ -426,7 +426,7 @@ class Masks:
 # -- the products of one module ------------------------------------------------------------------------------
 
 
-class Watch(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """While entered, products may be deferred.
 
     Products of a module are identified by their order in a forward pass.
@@ -434,8 +434,8 @@ class Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.masks = Masks()
-        self.see = _See(self.masks.numbers)
+        self.masks = MaskRegistry()
+        self.see = _RuntimeArguments(self.masks.numbers)
         self.fused: Counter[int] = Counter()
         self.drops = self.calls = False  # the script drops weights, or calls the fused kernel
         self.looked: set[int] = set()  # products read since the last step
@@ -476,7 +476,7 @@ class Watch(TorchFunctionMode):
             made = self._product(function, name, args, kwargs)
             if made is not None:
                 return made
-        elif name in MAKES_MASKS and not any(isinstance(each, Tensor) and (each.requires_grad or isinstance(each, Deferred)) for each in args):
+        elif name in MAKES_MASKS and not any(isinstance(each, Tensor) and (each.requires_grad or isinstance(each, DeferredScores)) for each in args):
             return self.masks.follow(function, name, args, kwargs)
         elif function is torch.nn.functional.multi_head_attention_forward:
             with self:
@@ -486,7 +486,7 @@ class Watch(TorchFunctionMode):
     def _product(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         args = with_operands(name, args)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        if any(isinstance(each, Deferred) for each in tensors):
+        if any(isinstance(each, DeferredScores) for each in tensors):
             return None
         ordinal, self._next = self._next, self._next + 1
         if (ordinal in self._alone or not torch.is_grad_enabled() or not all(map(_settled, tensors)) or not all(each.is_floating_point() for each in tensors)
@@ -496,9 +496,9 @@ class Watch(TorchFunctionMode):
         like = None if form is None else _like(function, tensors[0].device, False, args, kwargs)
         if form is None or like is None:
             return None
-        return _deferred(Step(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal), like, tensors[0].device)
+        return _deferred(DeferredOperation(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal), like, tensors[0].device)
 
-    def attended(self, whole: Finished, step: Step, like: Tensor) -> Tensor:
+    def attended(self, whole: AttentionMatch, step: DeferredOperation, like: Tensor) -> Tensor:
         step.check()
         causal, checked = self.masks.known(whole.form)
         device, dtype, _ = _autocast(step.device)

@@ -3,10 +3,10 @@
     product of queries and keys -> [scale] -> [masks] -> softmax over the last axis -> [inactive dropout] ->
     product with the values
 
-A ``Form`` records how scores or weights are computed. ``product`` starts one, ``extended`` adds an operator,
+A ``AttentionForm`` records how scores or weights are computed. ``product`` starts one, ``extended`` adds an operator,
 ``finished`` adds the product with the values, and ``attend`` computes the whole. Operators are identified by
 name, so the same code reads calls of torch in a running program (``attention_deferred``) and nodes of a graph
-(``attention_graphs``). ``See`` interprets an argument in either. None means: this is not attention, or not
+(``attention_graphs``). ``ArgumentReader`` interprets an argument in either. None means: this is not attention, or not
 known to be equivalent.
 
 Fully masked rows keep their result. If the masked scores are minus infinity, softmax gives NaN, and so does
@@ -39,7 +39,7 @@ MAKES_MASKS = frozenset((
     "triu", "ones", "zeros", "full", "arange", "view", "unsqueeze", "squeeze", "expand", "masked_fill", "tensor"))
 
 
-class See(Protocol):
+class ArgumentReader(Protocol):
     """Interprets an argument."""
 
     def tensor(self, thing: Any) -> Any:
@@ -69,7 +69,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """Scores or weights [*batch, rows, columns].
 
     With their axes in the order of ``q_axes`` and ``k_axes`` (None: unchanged), queries are [*batch, rows,
@@ -97,13 +97,13 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Finished:
+class AttentionMatch:
     """The product with the values, [*batch, columns, width] with axes in the order of ``v_axes``.
 
     ``axes`` gives the order of the result's axes.
     """
 
-    form: Form
+    form: AttentionForm
     v: Any
     v_axes: tuple[int, ...] | None
     axes: tuple[int, ...] | None
@@ -117,7 +117,7 @@ def with_operands(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 # -- the product of queries and keys -------------------------------------------------------------------------
 
 
-def product(see: See, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Form | None:
+def product(see: ArgumentReader, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionForm | None:
     """The form that this product may start. The caller, who knows the result, sets ``dtype``."""
     if name == "einsum":
         return _einsum_product(see, args) if not kwargs else None
@@ -131,10 +131,10 @@ def product(see: See, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return None
     batch = _broadcast(see, q.shape[:-2], k.shape[:-2])
     last = len(k.shape) - 1
-    return None if batch is None else Form(args[0], args[1], None, (*range(last - 1), last, last - 1), batch, batch, q.shape[-2], k.shape[-1])
+    return None if batch is None else AttentionForm(args[0], args[1], None, (*range(last - 1), last, last - 1), batch, batch, q.shape[-2], k.shape[-1])
 
 
-def _baddbmm(see: See, added: Any, q: Any, k: Any, beta: Any, alpha: Any) -> Form | None:
+def _baddbmm(see: ArgumentReader, added: Any, q: Any, k: Any, beta: Any, alpha: Any) -> AttentionForm | None:
     form, share, scale = product(see, "bmm", (q, k), {}), see.number(beta), see.number(alpha)
     if form is None or share not in (0, 1) or scale is None or not 0 < scale < math.inf:
         return None
@@ -142,7 +142,7 @@ def _baddbmm(see: See, added: Any, q: Any, k: Any, beta: Any, alpha: Any) -> For
     return form if share == 0 else _with_mask(see, form, "add", added, see.tensor(added).dtype)
 
 
-def _einsum_product(see: See, args: Sequence[Any]) -> Form | None:
+def _einsum_product(see: ArgumentReader, args: Sequence[Any]) -> AttentionForm | None:
     found = _letters(see, args)
     if found is None:
         return None
@@ -159,10 +159,10 @@ def _einsum_product(see: See, args: Sequence[Any]) -> Form | None:
     axes = [tuple(letters[at].index(each) for each in (*out[:-2], free, *summed)) for at, free in ((q, rows), (k, columns))]
     sizes = [[shape[at] for at in order] for shape, order in zip(shapes, axes, strict=True)]
     batch = _broadcast(see, sizes[0][:-2], sizes[1][:-2])
-    return None if batch is None else Form(operands[q], operands[k], axes[0], axes[1], batch, batch, sizes[0][-2], sizes[1][-2])
+    return None if batch is None else AttentionForm(operands[q], operands[k], axes[0], axes[1], batch, batch, sizes[0][-2], sizes[1][-2])
 
 
-def _letters(see: See, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str], str] | None:
+def _letters(see: ArgumentReader, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str], str] | None:
     """Operands, their letters, and the letters of the result; an ellipsis gets its own letters."""
     if len(args) != 3 or not isinstance(args[0], str) or args[0].count("->") != 1:
         return None
@@ -179,7 +179,7 @@ def _letters(see: See, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str],
     return operands, (spelled[0], spelled[1]), out.replace("...", digits)
 
 
-def _broadcast(see: See, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...] | None:
+def _broadcast(see: ArgumentReader, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...] | None:
     """Broadcast sizes as torch does; None if they do not fit."""
     length = max(len(one), len(other))
     pairs = zip((*[1] * (length - len(one)), *one), (*[1] * (length - len(other)), *other), strict=True)
@@ -191,14 +191,14 @@ def _broadcast(see: See, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any,
     return tuple(found)
 
 
-def _alike(see: See, one: Sequence[Any] | None, other: Sequence[Any]) -> bool:
+def _alike(see: ArgumentReader, one: Sequence[Any] | None, other: Sequence[Any]) -> bool:
     return one is not None and len(one) == len(other) and all(map(see.same, one, other))
 
 
 # -- operators in between ------------------------------------------------------------------------------------
 
 
-def extended(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def extended(see: ArgumentReader, name: str, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     """The form of this operator's result.
 
     ``args[at]`` has the form; ``made`` has the shape and dtype of the result.
@@ -206,12 +206,12 @@ def extended(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwar
     change = CHANGES.get(name)
     if change is None or not made.dtype.is_floating_point:
         return None
-    found: Form | None = change(see, form, at, args, kwargs, made)
+    found: AttentionForm | None = change(see, form, at, args, kwargs, made)
     return found if found is not None and _alike(see, made.shape, found.shape) else None
 
 
-def _scaled(inverse: bool) -> Callable[..., Form | None]:
-    def scaled(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _scaled(inverse: bool) -> Callable[..., AttentionForm | None]:
+    def scaled(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
         factor = see.number(args[1 - at]) if len(args) == 2 and not kwargs and not (inverse and at) else None
         if factor is None or not 0 < factor < math.inf or form.is_weights or any(mask.kind == "add" or mask.fill > -math.inf for mask in form.masks):
             return None
@@ -219,23 +219,23 @@ def _scaled(inverse: bool) -> Callable[..., Form | None]:
     return scaled
 
 
-def _added(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _added(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     return _with_mask(see, form, "add", args[1 - at], made.dtype) if len(args) == 2 and not kwargs else None
 
 
-def _filled(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _filled(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     given = dict(zip(("self", "mask", "value"), args, strict=False)) | kwargs
     return _with_mask(see, form, "drop", given.get("mask"), made.dtype, see.number(given.get("value"))) if at == 0 and len(given) == 3 else None
 
 
-def _chosen(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _chosen(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     if len(args) != 3 or kwargs:
         return None
     condition, fill, kind = {0: (args[1], args[2], "keep"), 1: (args[0], args[2], "keep"), 2: (args[0], args[1], "drop")}[at]
     return _with_mask(see, form, kind, condition, made.dtype, see.number(fill))
 
 
-def _with_mask(see: See, form: Form, kind: str, tensor: Any, dtype: torch.dtype, fill: float | None = -math.inf) -> Form | None:
+def _with_mask(see: ArgumentReader, form: AttentionForm, kind: str, tensor: Any, dtype: torch.dtype, fill: float | None = -math.inf) -> AttentionForm | None:
     mask = see.tensor(tensor)
     if mask is None or form.is_weights or fill is None or fill > MASKED:
         return None
@@ -279,13 +279,13 @@ def _at(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
     return replace(mask, sizes=(*found, *sizes[-2:]))
 
 
-def _weighed(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _weighed(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
     last = isinstance(axis, int) and axis in (-1, len(form.shape) - 1)
     return replace(form, is_weights=True) if last and not form.is_weights and kwargs.keys() <= {"dim", "dtype", "_stacklevel"} else None
 
 
-def drops(see: See, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def drops(see: ArgumentReader, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether this is a dropout that draws random numbers."""
     if name != "dropout":
         return False
@@ -293,21 +293,21 @@ def drops(see: See, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     return bool(given["training"] and given["train"]) and see.number(given["p"]) != 0
 
 
-def _left_whole(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _left_whole(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     return None if drops(see, "dropout", args, kwargs) else form
 
 
-def _unchanged(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _unchanged(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     return form if at == 0 else None
 
 
-def _seen_as(see: See, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Form | None:
+def _seen_as(see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionForm | None:
     """Other batch axes in front of the same last two axes."""
     kept = at == 0 and len(made.shape) >= 2 and see.same(made.shape[-2], form.rows) and see.same(made.shape[-1], form.columns)
     return replace(form, batch=tuple(made.shape[:-2])) if kept else None
 
 
-CHANGES: dict[str, Callable[..., Form | None]] = {
+CHANGES: dict[str, Callable[..., AttentionForm | None]] = {
     **dict.fromkeys(("mul", "multiply", "mul_", "imul"), _scaled(False)), **dict.fromkeys(("div", "true_divide", "div_", "truediv", "itruediv"), _scaled(True)),
     **dict.fromkeys(("add", "add_", "iadd"), _added), **dict.fromkeys(("masked_fill", "masked_fill_"), _filled), "where": _chosen, "softmax": _weighed,
     "dropout": _left_whole, **dict.fromkeys(("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous"), _unchanged),
@@ -319,7 +319,7 @@ OUT_OF_PLACE = {"mul_": "mul", "imul": "mul", "div_": "div", "itruediv": "div", 
 # -- the product with the values -----------------------------------------------------------------------------
 
 
-def finished(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> Finished | None:
+def finished(see: ArgumentReader, name: str, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> AttentionMatch | None:
     """The whole attention, if this operator multiplies weights by values.
 
     ``made`` has the dtype of the result.
@@ -330,7 +330,7 @@ def finished(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwar
         found = _einsum_values(see, form, args, at)
     else:
         v = see.tensor(args[1]) if at == 0 and len(args) == 2 and name != "baddbmm" else None
-        found = Finished(form, args[1], None, None) if v is not None and len(v.shape) >= 2 else None
+        found = AttentionMatch(form, args[1], None, None) if v is not None and len(v.shape) >= 2 else None
     if found is None:
         return None
     shape = see.tensor(found.v).shape
@@ -339,7 +339,7 @@ def finished(see: See, name: str, form: Form, at: int, args: Sequence[Any], kwar
     return found if fits else None
 
 
-def _einsum_values(see: See, form: Form, args: Sequence[Any], at: int) -> Finished | None:
+def _einsum_values(see: ArgumentReader, form: AttentionForm, args: Sequence[Any], at: int) -> AttentionMatch | None:
     found = _letters(see, args)
     if found is None:
         return None
@@ -350,10 +350,10 @@ def _einsum_values(see: See, form: Form, args: Sequence[Any], at: int) -> Finish
     if len(width) != 1 or rows in values or not {*batch, columns} < set(values) or set(out) != {*batch, rows, *width} or len(out) != len(weights):
         return None
     result = (*batch, rows, *width)
-    return Finished(form, operands[2 - at], tuple(values.index(each) for each in (*batch, columns, *width)), tuple(result.index(each) for each in out))
+    return AttentionMatch(form, operands[2 - at], tuple(values.index(each) for each in (*batch, columns, *width)), tuple(result.index(each) for each in out))
 
 
-def causal_and_whole(form: Form) -> tuple[bool, bool]:
+def causal_and_whole(form: AttentionForm) -> tuple[bool, bool]:
     """Whether the only mask of this form is causal, and whether it keeps something in every row.
 
     Reads its values.
@@ -369,7 +369,7 @@ def causal_and_whole(form: Form) -> tuple[bool, bool]:
     return causal, whole
 
 
-def attend(see: See, whole: Finished, causal: bool = False, checked: bool = False) -> Any:
+def attend(see: ArgumentReader, whole: AttentionMatch, causal: bool = False, checked: bool = False) -> Any:
     """The result of the script's operators, up to rounding; contiguous before its axes are reordered.
 
     ``causal``: the masks are known to exclude exactly the entries above the diagonal. ``checked``: no row is
@@ -395,7 +395,7 @@ def attend(see: See, whole: Finished, causal: bool = False, checked: bool = Fals
     return out if whole.axes is None else out.permute(whole.axes)
 
 
-def _placed(see: See, thing: Any, axes: tuple[int, ...] | None, dtype: torch.dtype, batch: Sequence[Any], work: Sequence[Any], last: tuple[Any, Any]) -> Any:
+def _placed(see: ArgumentReader, thing: Any, axes: tuple[int, ...] | None, dtype: torch.dtype, batch: Sequence[Any], work: Sequence[Any], last: tuple[Any, Any]) -> Any:
     """The tensor as [N, H, length, width], in the type of the products."""
     tensor, known = thing, see.tensor(thing)
     order = tuple(axes or range(len(known.shape)))
@@ -412,7 +412,7 @@ def _placed(see: See, thing: Any, axes: tuple[int, ...] | None, dtype: torch.dty
     return tensor if len(work) == 2 else tensor.unsqueeze(1) if len(work) == 1 else tensor[None, None]
 
 
-def _mask(see: See, form: Form, work: Sequence[Any], checked: bool) -> tuple[Any, Any, Any]:
+def _mask(see: ArgumentReader, form: AttentionForm, work: Sequence[Any], checked: bool) -> tuple[Any, Any, Any]:
     """The added or boolean mask; rows in which all columns weigh the same; rows that are NaN.
 
     The last two are [..., rows or 1, 1].

@@ -20,8 +20,8 @@ from flatout.kernels.attention_forms import (
     MAKES_MASKS,
     OUT_OF_PLACE,
     PRODUCTS,
-    Finished,
-    Form,
+    AttentionForm,
+    AttentionMatch,
     attend,
     causal_and_whole,
     extended,
@@ -33,7 +33,7 @@ from flatout.kernels.attention_forms import (
 MOST_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 
 
-class _See:
+class _NodeArguments:
     """Interprets arguments of a node: other nodes, which know the shape and dtype of their result."""
 
     def tensor(self, thing: Any) -> Any:
@@ -55,13 +55,13 @@ class _See:
         return statically_known_true(one == other)
 
 
-SEE = _See()
+SEE = _NodeArguments()
 
 
 def rewrite(graph: Graph) -> int:
     """Change the graph and return the number of fused attentions."""
-    forms: dict[Node, Form] = {}
-    found: list[tuple[Node, Finished]] = []
+    forms: dict[Node, AttentionForm] = {}
+    found: list[tuple[Node, AttentionMatch]] = []
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         name, made = _name(node), SEE.tensor(node)
@@ -95,7 +95,7 @@ def _name(node: Node) -> str | None:
     return name if name is not None and (module.startswith("torch") or module in ("_operator", "math")) else None
 
 
-def _can_be_placed(whole: Finished) -> bool:
+def _can_be_placed(whole: AttentionMatch) -> bool:
     """Whether all sizes are numbers, or every tensor already has its four axes.
 
     A node cannot hold a symbolic size.
@@ -109,7 +109,7 @@ def _can_be_placed(whole: Finished) -> bool:
     return all(len(batch) == 2 and all(map(SEE.same, batch, form.batch)) for batch in batches)
 
 
-def _replace(graph: Graph, last: Node, whole: Finished, forms: dict[Node, Form]) -> bool:
+def _replace(graph: Graph, last: Node, whole: AttentionMatch, forms: dict[Node, AttentionForm]) -> bool:
     chain = [last]
     while (before := next((each for each in chain[-1].all_input_nodes if each in forms), None)) is not None:
         chain.append(before)
@@ -147,7 +147,7 @@ def _changes(node: Node) -> bool:
     return inside or any(node.kwargs.get(key) for key in ("out", "inplace"))
 
 
-def _causal(form: Form) -> tuple[bool, bool]:
+def _causal(form: AttentionForm) -> tuple[bool, bool]:
     """``causal_and_whole`` of a mask that the graph computes only from constants."""
     if len(form.masks) != 1:
         return False, False

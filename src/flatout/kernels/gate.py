@@ -45,7 +45,7 @@ OPCHECK_CALLS = 2  # argument sets per operator
 
 
 @dataclass(frozen=True)
-class Check:
+class GateCheck:
     """The outcome of one check: "ok", "failed" or "not run".
 
     ``why`` is a sentence. For "ok", it says what was done, if useful.
@@ -66,7 +66,7 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
     for implementation in kernel.implementations:
         title = f"{implementation.name}{_manner(implementation)}"
         found += [(f"{title}: values", partial(values, kernel, implementation)),
-                  (f"{title}: determinism", partial(the_same_twice, kernel, implementation)),
+                  (f"{title}: determinism", partial(determinism, kernel, implementation)),
                   (f"{title}: memory", partial(memory, kernel, implementation))]
         if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
             found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
@@ -80,16 +80,16 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
     return found
 
 
-def run(name: str, check: Callable[[], str]) -> Check:
+def run(name: str, check: Callable[[], str]) -> GateCheck:
     """Run one check."""
     try:
-        return Check(name, "ok", check())
+        return GateCheck(name, "ok", check())
     except Failed as failed:
-        return Check(name, "failed", str(failed))
+        return GateCheck(name, "failed", str(failed))
     except (NotRun, cuda.CudaUnavailable) as reason:
-        return Check(name, "not run", str(reason))
+        return GateCheck(name, "not run", str(reason))
     except Exception as error:  # any exception of the kernel is a failure
-        return Check(name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return GateCheck(name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def values(kernel: Kernel, implementation: Implementation) -> str:
     return f"{count} cases, at most {100 * worst:.0f} % of the allowed error"
 
 
-def the_same_twice(kernel: Kernel, implementation: Implementation) -> str:
+def determinism(kernel: Kernel, implementation: Implementation) -> str:
     for at, case in _cases(kernel, implementation):
         inputs = on_device(inputs_of(case, at))
         one, two = (evaluate(implementation.call, cloned(inputs), case, at) for _ in range(2))

@@ -51,11 +51,11 @@ def like(tensor: Any) -> Any:
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-class _Place:
+class _TensorPlaceholder:
     """A placeholder for a tensor in arguments that are kept without tensors."""
 
 
-_TENSOR = _Place()
+_TENSOR = _TensorPlaceholder()
 
 
 def emptied(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 _streams: dict[int, Any] = {}
 
 
-class Recording:
+class CaptureState:
     """Active while anything is being recorded.
 
     A module called inside another module's recording runs eagerly.
@@ -29,7 +29,7 @@ def capture(graph: Any, device: Any, pool: Any) -> Iterator[None]:
     Raises the error of CUDA or torch if that fails. Other threads may use the device meanwhile
     ("thread_local"): loaders pin memory in a thread.
     """
-    collects, Recording.active = gc.isenabled(), True
+    collects, CaptureState.active = gc.isenabled(), True
     gc.disable()  # a capture does not permit freeing a tensor or an event
     try:
         with torch.cuda.device(device):
@@ -41,7 +41,7 @@ def capture(graph: Any, device: Any, pool: Any) -> Iterator[None]:
                 yield
             torch.cuda.current_stream(device).wait_stream(stream)
     finally:
-        Recording.active = False
+        CaptureState.active = False
         if collects:
             gc.enable()
 

@@ -25,8 +25,8 @@ import torch
 from torch.utils import _pytree
 
 from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layout, like, tensors_of, why_not_outputs
-from flatout.kernels.graph_capture import InOrder, Recording, capture, plain_grad
-from flatout.kernels.graph_watch import Watched, watched
+from flatout.kernels.graph_capture import CaptureState, InOrder, capture, plain_grad
+from flatout.kernels.graph_observation import PassObservation, observe_pass
 
 MOST_SHAPES = 8  # recorded shapes per module
 MOST_AT_ONCE = 4  # recordings of one shape: passes with a pending backward pass
@@ -118,7 +118,7 @@ class ModuleGraphs:
             self.inside = False
 
     def _watch(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with watched(self.module, inputs, self.device, self.changes, self.operators) as seen:
+        with observe_pass(self.module, inputs, self.device, self.changes, self.operators) as seen:
             found = self._eagerly(args, kwargs)
         shape.seen = seen
         leaves, _ = _pytree.tree_flatten(found)
@@ -128,12 +128,12 @@ class ModuleGraphs:
             return found
         return _observed(shape, found)
 
-    def _record(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded | None:
+    def _record(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedPass | None:
         assert shape.seen is not None
         self.inside = True
         changes = len(self.changes)
         try:
-            recorded = Recorded(self, shape.seen, frozenset(shape.used), inputs, args, kwargs)
+            recorded = RecordedPass(self, shape.seen, frozenset(shape.used), inputs, args, kwargs)
             if len(self.changes) > changes:
                 raise NotRecordable(f"sets {self.changes[-1]}")
         except (RuntimeError, NotRecordable) as error:  # CUDA errors and out of memory are RuntimeErrors
@@ -159,7 +159,7 @@ class ModuleGraphs:
         self.off = True
         self.shapes.clear()
 
-    def _agrees(self, recorded: Recorded, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _agrees(self, recorded: RecordedPass, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a replay and an eager pass agree, from the same random numbers.
 
         Restores buffers and the generator.
@@ -179,11 +179,11 @@ class _Shape:
     def __init__(self) -> None:
         self.calls = self.replays = 0
         self.eager = False  # permanently
-        self.seen: Watched | None = None
+        self.seen: PassObservation | None = None
         self.used: set[int] = set()  # outputs that a backward pass used
-        self.recordings: list[Recorded] = []
+        self.recordings: list[RecordedPass] = []
 
-    def free(self) -> Recorded | None:
+    def free(self) -> RecordedPass | None:
         return next((recorded for recorded in self.recordings if not recorded.busy), None)
 
 
@@ -200,13 +200,13 @@ def _observed(shape: _Shape, found: Any) -> Any:
 # -- one recording -------------------------------------------------------------------------------------------
 
 
-class Recorded:
+class RecordedPass:
     """Forward and backward pass as two graphs with shared memory.
 
     Raises RuntimeError or NotRecordable if they cannot be recorded.
     """
 
-    def __init__(self, graphs: ModuleGraphs, seen: Watched, used: frozenset[int], inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, graphs: ModuleGraphs, seen: PassObservation, used: frozenset[int], inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.graphs, self.seen, self.device = graphs, seen, graphs.device
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self.lease: weakref.ref[_Lease] | None = None
@@ -303,7 +303,7 @@ class _Replay(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, recorded: Recorded, lease: _Lease, count: int, *tensors: Any) -> Any:
+    def forward(ctx: Any, recorded: RecordedPass, lease: _Lease, count: int, *tensors: Any) -> Any:
         ctx.recorded, ctx.arguments, ctx.generator, ctx.done = recorded, lease.arguments, lease.generator, False
         ctx.set_materialize_grads(False)
         outputs = recorded.replayed(tensors[:count])
@@ -313,7 +313,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        recorded: Recorded = ctx.recorded
+        recorded: RecordedPass = ctx.recorded
         _, *inputs = ctx.saved_tensors
         given = {at: gradient for at, gradient in zip(recorded.places, gradients, strict=True) if gradient is not None}
         if torch.is_grad_enabled() or ctx.done or sorted(given) != recorded.used:
@@ -322,7 +322,7 @@ class _Replay(torch.autograd.Function):
         return (None, None, None, *recorded.differentiated([given[at] for at in recorded.used]))
 
 
-def _computed_again(recorded: Recorded, inputs: list[Any], arguments: Any, generator: tuple[int, int], given: dict[int, Any]) -> list[Any]:
+def _computed_again(recorded: RecordedPass, inputs: list[Any], arguments: Any, generator: tuple[int, int], given: dict[int, Any]) -> list[Any]:
     """Gradients by an eager pass with the inputs and random numbers of the replayed one.
 
     They are differentiable.
@@ -391,7 +391,7 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
 
 def _elsewhere() -> bool:
     """Whether a recording, compiler, tracer, transform or mode is active, which must see the real pass."""
-    return bool(Recording.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return bool(CaptureState.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
                 or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
 

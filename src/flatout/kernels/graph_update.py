@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flatout.kernels.graph_capture import InOrder, Recording, capture
+from flatout.kernels.graph_capture import CaptureState, InOrder, capture
 from flatout.kernels.optimizer_step import step_cell
 
 KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
@@ -66,7 +66,7 @@ class UpdateGraph:
 
     def _unusual(self) -> bool:
         """Whether a GradScaler passes its scale to the kernels, or a recording is active."""
-        return bool(Recording.active or torch.cuda.is_current_stream_capturing() or getattr(self.optimizer, "grad_scale", None) is not None
+        return bool(CaptureState.active or torch.cuda.is_current_stream_capturing() or getattr(self.optimizer, "grad_scale", None) is not None
                     or getattr(self.optimizer, "found_inf", None) is not None)
 
     def _record(self, state: _State) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 COMPILERS = ("g++", "c++", "clang++")
 ROOM = Path(__file__).resolve().parent.parent / "kernels"
 FLAGS = ("-std=c++17", "-O0", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-w")
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
             'extern "C" int flatout_launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned block, size_t shared, void** arguments) {\n'
             f"    dim3 grid{{x, y, z}};\n{table}    return 1;\n}}\n")
     done = subprocess.run([compiler, *FLAGS, "-I", str(ROOM), "-I", str(source.resolve().parent), "-x", "c++", "-", "-o", str(library)],
-                          input=text, capture_output=True, text=True, timeout=PATIENCE_S)
+                          input=text, capture_output=True, text=True, timeout=TIMEOUT_S)
     return "" if done.returncode == 0 else f"{source.name} does not compile for the emulator: {_first_error(done.stderr)}"
 
 
@@ -78,7 +78,7 @@ def nvcc(source: Path, target: str) -> str | None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([compiler, "--cubin", f"-arch={target}", "-std=c++17", "-I", str(ROOM), "-o", f"{folder}/kernel.cubin", str(source)],
-                              capture_output=True, text=True, timeout=PATIENCE_S)
+                              capture_output=True, text=True, timeout=TIMEOUT_S)
     return "" if done.returncode == 0 else _first_error(done.stderr)
 
 

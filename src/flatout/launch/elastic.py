@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from flatout.launch.command import Command
-from flatout.launch.identity import FAMILIES, OF_RANKS
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, node_range
 from flatout.launch.process import die_with_flatout
+from flatout.launch.rank_variables import FAMILIES, OF_RANKS
 
 AGENT = "flatout.cli.agent"
 BACKEND = "flatout"

@@ -12,7 +12,7 @@ SITE = Path(__file__).resolve().parent.parent / "capture" / "site"
 
 # A trial must not report to an experiment tracker.
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE": "1", "MLFLOW_TRACKING_URI": "", "CLEARML_OFFLINE_MODE": "1"}
-EXPLAIN = "flatout.cli.underneath:explain"
+EXPLAIN = "flatout.cli.crash_explanation:explain"
 
 
 def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict[str, str]:
@@ -23,15 +23,15 @@ def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict
     return {**listening(Path(f"{job}.explained"), becomes), **private_caches(os.environ)[0], "FLATOUT_JOB": str(job), **extra}
 
 
-def listening(told: Path, becomes: bool) -> dict[str, str]:
+def listening(info: Path, becomes: bool) -> dict[str, str]:
     """Return the current environment with our site folder first on PYTHONPATH, only to explain tracebacks.
 
-    The one process of the program that explains its crash creates ``told``.
+    The one process of the program that explains its crash creates ``info``.
     """
-    return {**heard(os.environ), "FLATOUT_TOLD": str(told), "FLATOUT_FIRST": str(os.getpid()) if becomes else ""}
+    return {**with_crash_reports(os.environ), "FLATOUT_CRASH_REPORTS": str(info), "FLATOUT_FIRST": str(os.getpid()) if becomes else ""}
 
 
-def heard(environment: Mapping[str, str]) -> dict[str, str]:
+def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with our site folder first on PYTHONPATH, so that crashes are reported."""
     before = environment.get("PYTHONPATH", "")  # kept unchanged: an empty part means the current folder
     if before.split(os.pathsep)[0] != str(SITE):

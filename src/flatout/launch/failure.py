@@ -22,22 +22,22 @@ PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of each 
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankEvent:
     """An event: ``rank`` is exiting (after an uncaught exception or the end of its program), or has exited.
 
     ``own`` is False if a program that the rank started reports it; that counts only if the rank fails too.
-    ``told`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
+    ``info`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
     """
 
     rank: int
     kind: str
     code: int | None = None  # of a rank that has exited; -n is signal n
     own: bool = True
-    told: bool = False
+    info: bool = False
     killed: bool = False  # by the launcher
 
 
-def first_of(signs: Sequence[Sign], secondhand: Callable[[int], bool]) -> int | None:
+def first_of(signs: Sequence[RankEvent], secondhand: Callable[[int], bool]) -> int | None:
     """Return the rank that failed first, or None.
 
     ``secondhand(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
@@ -50,7 +50,7 @@ def first_of(signs: Sequence[Sign], secondhand: Callable[[int], bool]) -> int | 
     for at, sign in enumerate(signs):
         end = ends.get(sign.rank)
         ended_badly = end is not None and end.code != 0 and not end.killed
-        if sign.told or any(rank == sign.rank for _, _, rank in found):
+        if sign.info or any(rank == sign.rank for _, _, rank in found):
             continue
         if sign.kind == FAILING and (sign.own or ended_badly):
             found.append((secondhand(sign.rank), at, sign.rank))

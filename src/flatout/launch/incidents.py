@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from flatout.launch.attempts import Incident
-from flatout.plan.legible import harmless
+from flatout.launch.restart_policy import Incident
+from flatout.plan.sanitize import harmless
 
 
-class Book:
+class IncidentLog:
     """The incident log, created at the first incident. ``written`` counts its lines."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

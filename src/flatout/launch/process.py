@@ -75,7 +75,7 @@ def terminal_at_its_end() -> tuple[int, int]:
     return outside, inside
 
 
-class Program:
+class ProgramRun:
     """One run of a program. Its input is a terminal at end of file."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], stdout_log: Path, stderr_log: Path, show: bool = False) -> None:
@@ -121,11 +121,11 @@ class Program:
             self._signal(signal.SIGCONT)
             self.stopped = False
 
-    def end(self, patience_s: float = 5.0) -> int | None:
+    def end(self, timeout_s: float = 5.0) -> int | None:
         """Give the program a moment to exit by itself, then kill its whole group."""
         self.go_on()
         try:
-            self.process.wait(patience_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pass
         code = self.exit_code

@@ -18,13 +18,13 @@ class Rank:
 
     The other ranks get no input. If rank 0 has a terminal, they have one too, at end of file, because some
     programs ask for its size. ``end`` is a descriptor that becomes readable when the rank exits; -1 on
-    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``told``: it was asked
+    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``info``: it was asked
     to exit, so its exit code means nothing. ``killed``: the launcher killed it.
     """
 
     def __init__(self, number: int, argv: Sequence[str], environment: Mapping[str, str], own_group: bool, before: Callable[[], None]) -> None:
         """Start the rank. ``before`` is called in the new process. Raises ProgramNotFound."""
-        self.number, self.told, self.killed = number, False, False
+        self.number, self.info, self.killed = number, False, False
         self._drain: Drain | None = None
         launcher = os.getpid()
 
@@ -68,13 +68,13 @@ class Rank:
         if self.number:
             self._drain = Drain(self._output, folder / f"rank{self.number}.log", None)
 
-    def printed(self, patience_s: float) -> str:
+    def printed(self, timeout_s: float) -> str:
         """Return the head and tail of its output; "" for rank 0.
 
         A program that it left running may hold it open."""
         if self._drain is None:
             return ""
-        self._drain.join(patience_s)
+        self._drain.join(timeout_s)
         return self._drain.content().decode(errors="replace")
 
     def close(self) -> None:

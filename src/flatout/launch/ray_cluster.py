@@ -23,7 +23,7 @@ from flatout.launch.nodes import Endpoint
 from flatout.launch.process import die_with_flatout
 from flatout.launch.rendezvous import claimed, served
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
-from flatout.plan.standing import Standing
+from flatout.plan.rank_environment import RankEnvironment
 
 PLACE_S = 60.0  # to wait for free resources before reporting that the cluster is full
 GRACE_S = 5.0
@@ -32,7 +32,7 @@ LOOK_S = 0.3
 
 
 @dataclass(frozen=True)
-class Work:
+class RayJob:
     """One program: ``argv`` in ``folder``, with ``extra`` added to the node's own environment.
 
     ``job`` is the text of flatout's job file, if there is one."""
@@ -43,12 +43,12 @@ class Work:
     job: str | None = None
 
 
-def work(argv: Sequence[str], environment: Mapping[str, str]) -> Work:
+def work(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
     """Describe a program for a node: its command, and the part of ``environment`` that differs from ours."""
-    ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_TOLD", "FLATOUT_FIRST"}
+    ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_CRASH_REPORTS", "FLATOUT_FIRST"}
     extra = {name: value for name, value in environment.items() if os.environ.get(name) != value and name not in ours}
     job = environment.get("FLATOUT_JOB")
-    return Work(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
+    return RayJob(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
 
 
 class Runner:
@@ -75,7 +75,7 @@ class Runner:
         self._store = served(torch, listening)
         return f"tcp://{at}"
 
-    def start(self, what: Work, standing: Mapping[str, str]) -> None:
+    def start(self, what: RayJob, standing: Mapping[str, str]) -> None:
         """Start the program.
 
         Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
@@ -144,7 +144,7 @@ def _way() -> dict[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
 
 
-def run_ranks(address: str, what: Work, ranks: int, gpus: bool, cpus: float = 1.0, show: Callable[[bytes], None] = lambda _: None) -> int:
+def run_ranks(address: str, what: RayJob, ranks: int, gpus: bool, cpus: float = 1.0, show: Callable[[bytes], None] = lambda _: None) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
     Raises ProgramFailed for the first rank that fails, after ending the others; NodesApart if the cluster is
@@ -167,7 +167,7 @@ def run_ranks(address: str, what: Work, ranks: int, gpus: bool, cpus: float = 1.
 
 
 class _Ranks:
-    def __init__(self, ray: Any, group: Any, what: Work, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]) -> None:
+    def __init__(self, ray: Any, group: Any, what: RayJob, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._what, self._show, self._shown = ray, what, show, 0
@@ -200,7 +200,7 @@ class _Ranks:
 
     def _standing(self, rank: int, meeting: str) -> dict[str, str]:
         here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
-        return Standing(rank, here.index(rank), len(self._places), len(here), meeting).environment()
+        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), meeting).environment()
 
     def _code(self, each: Any, rank: int, waiting: Mapping[Any, int]) -> int:
         try:
@@ -237,7 +237,7 @@ class _Ranks:
         return f"{words}. The end of its output:\n{said}"
 
 
-def run_many(address: str, programs: Sequence[Work], gpus: float = 0.0, cpus: float = 1.0) -> Iterator[tuple[int, int, str]]:
+def run_many(address: str, programs: Sequence[RayJob], gpus: float = 0.0, cpus: float = 1.0) -> Iterator[tuple[int, int, str]]:
     """Run independent programs (trials), as many at once as fit on the cluster.
 
     Yields for each at its end: its number, its exit code (negative for a signal; -SIGKILL if its node was
@@ -258,7 +258,7 @@ def run_many(address: str, programs: Sequence[Work], gpus: float = 0.0, cpus: fl
         yield number, code, said
 
 
-def _one(what: Work) -> tuple[int, str]:
+def _one(what: RayJob) -> tuple[int, str]:
     runner = Runner()
     runner.start(what, {})
     code = runner.wait()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.launch.ray_cluster import TAIL_BYTES, Runner, Work, connect
+from flatout.launch.ray_cluster import TAIL_BYTES, RayJob, Runner, connect
 from flatout.plan.errors import FlatoutError
 
 THREADS = "OMP_NUM_THREADS"  # Ray sets it in its workers if it is unset
@@ -94,7 +94,7 @@ def _on_this_node(argv: Sequence[str], folder: str, environment: Mapping[str, st
         order, answer = runner.home / "order.json", runner.home / "answer.json"
         order.write_text(text, encoding="utf-8")
         # -P: the current folder may contain a torch.py or click.py of the user.
-        runner.start(Work((sys.executable, "-P", *argv, str(order), str(answer)), folder, environment), {})
+        runner.start(RayJob((sys.executable, "-P", *argv, str(order), str(answer)), folder, environment), {})
         code = runner.wait()
         said = runner.output(0)[-TAIL_BYTES:].decode(errors="replace")
         return code, answer.read_text(encoding="utf-8") if answer.is_file() else "", said

@@ -100,13 +100,13 @@ def _span(torch: Any, seconds: float) -> Any:
     return span(seconds=seconds)
 
 
-def answer(where: Endpoint, patience_s: float = ANSWER_S) -> str:
+def answer(where: Endpoint, timeout_s: float = ANSWER_S) -> str:
     """Probe a server.
 
     Returns ``yes``; ``no`` at once if nothing listens or there is no route; or ``silence`` after the
     timeout."""
     try:
-        socket.create_connection((where.host, where.port), timeout=patience_s).close()
+        socket.create_connection((where.host, where.port), timeout=timeout_s).close()
     except TimeoutError:
         return "silence"
     except OSError:
@@ -125,7 +125,7 @@ def wait_for(where: Endpoint) -> None:
                      f"blocks it: nc -zv {where.host} {where.port}")
 
 
-class Rounds:
+class RoundRendezvous:
     """torch's rendezvous handler with one store per round.
 
     ``address`` is the address at which this node serves a store if it is the first node. ``others`` are the
@@ -196,15 +196,15 @@ class Rounds:
         return getattr(self._inner, name)
 
 
-def register(torch: Any, address: str, made: Callable[[Rounds], None]) -> None:
+def register(torch: Any, address: str, made: Callable[[RoundRendezvous], None]) -> None:
     """Register ``--rdzv-backend flatout`` with torchrun. ``made`` gets the Rounds when the agent starts."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    def make(parameters: Any) -> Rounds:
+    def make(parameters: Any) -> RoundRendezvous:
         backend, store = create_backend(parameters)
-        rounds = Rounds(torch, create_handler(store, backend, parameters), address)
+        rounds = RoundRendezvous(torch, create_handler(store, backend, parameters), address)
         made(rounds)
         return rounds
 

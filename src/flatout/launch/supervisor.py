@@ -1,7 +1,7 @@
 """Supervise one program: start it, forward signals, detect hangs and crashes, restart it while it progresses.
 
 The program has our input, output, terminal and process group; signals reach it as they would without us.
-FLATOUT_PULSE identifies the processes that it starts, which end with it. The caller passes the clocks. Linux
+FLATOUT_HEARTBEAT identifies the processes that it starts, which end with it. The caller passes the clocks. Linux
 only.
 """
 
@@ -17,27 +17,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.launch.attempts import Attempt, Course, Ending, Incident, ending_of, failures_in, kills_for_memory
-from flatout.launch.bell import Bell
+from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import exit_code
-from flatout.launch.hearing import ASKING_TO_END, Heard, Signals, in_foreground
-from flatout.launch.incidents import Book
-from flatout.launch.keeper import Keeper, end_members
+from flatout.launch.incidents import IncidentLog
+from flatout.launch.launcher_signals import ASKING_TO_END, LauncherSignals, ReceivedSignal, in_foreground
+from flatout.launch.monitored_processes import ProcessEvent, ProgramProcesses
 from flatout.launch.rank import Rank
-from flatout.launch.silence import LOOK_S
-from flatout.launch.watched import Event, Watched
-from flatout.launch.watching import Watch
-from flatout.plan import pulse
+from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.reaper import Reaper, end_members
+from flatout.launch.restart_policy import Attempt, Ending, Incident, RestartHistory, ending_of, failures_in, kills_for_memory
+from flatout.launch.stall_limits import LOOK_S
+from flatout.plan import heartbeat
 from flatout.plan.errors import NotFinite, ProgramHung, StorageError, UsageError
 
 MEMORY = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
-MARKED = pulse.FOLDER
+MARKED = heartbeat.FOLDER
 MOST_TYPED = 80  # characters of a command in a message
 STARTS_S = 0.1  # between two polls during start-up: restart times are reported to 0.1 s
 
 
 @dataclass(frozen=True)
-class Terms:
+class SupervisionLimits:
     """Limits of the supervision.
 
     ``restarts`` is the maximum number of restarts. ``grace_s`` is the time for a last checkpoint after a
@@ -50,24 +50,24 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Clocks:
+class SupervisorClocks:
     """A monotonic clock in seconds, and the current date and time as text."""
 
     seconds: Callable[[], float]
     today: Callable[[], str]
 
 
-class Guard(Watch):
+class StartMonitor(RankMonitor):
     """One start of the program.
 
     ``hung`` is the hang that ended it, if any. ``late``: it did not exit in time after a request to."""
 
-    def __init__(self, rank: Rank, folder: Path, bell: Bell, signals: Signals, shares_group: bool, watched: Watched, attempt: Attempt, terms: Terms,
-                 clocks: Clocks, hears: Callable[[Event], None], steps: Callable[[], None], say: Callable[[str], None]) -> None:
-        super().__init__([rank], folder, bell, signals, shares_group, say)
+    def __init__(self, rank: Rank, folder: Path, event_fifo: EventFifo, signals: LauncherSignals, shares_group: bool, watched: ProgramProcesses, attempt: Attempt, terms: SupervisionLimits,
+                 clocks: SupervisorClocks, observes: Callable[[ProcessEvent], None], steps: Callable[[], None], say: Callable[[str], None]) -> None:
+        super().__init__([rank], folder, event_fifo, signals, shares_group, say)
         self.every_s = STARTS_S
-        self.watched, self.attempt, self.terms, self.clocks, self.hears, self.steps = watched, attempt, terms, clocks, hears, steps
-        self.hung: Event | None = None
+        self.watched, self.attempt, self.terms, self.clocks, self.observes, self.steps = watched, attempt, terms, clocks, observes, steps
+        self.hung: ProcessEvent | None = None
         self.late = False
         self._next = 0.0
 
@@ -81,10 +81,10 @@ class Guard(Watch):
         self.note(now)
         for event in events:
             if event.kind == "stopped":
-                self.hears(event)
+                self.observes(event)
             elif self.hung is None and self.asked is None:
                 self.hung = event
-                self.hears(event)
+                self.observes(event)
                 self._kill()
 
     def note(self, now: float) -> None:
@@ -105,15 +105,15 @@ class Guard(Watch):
         A signal that requests nothing by itself (SIGUSR1) counts if the program exits with its number."""
         return self.asked if self.asked is not None else code - 128 if code - 128 in self._passed else None
 
-    def _heard(self, heard: Heard) -> None:
-        if heard.number in ASKING_TO_END and self.asked is not None and not self._may_insist:
+    def _observed(self, observed: ReceivedSignal) -> None:
+        if observed.number in ASKING_TO_END and self.asked is not None and not self._may_insist:
             return  # a repetition of the same key press
         first = self.asked is None
-        super()._heard(heard)
-        if heard.number == signal.SIGTSTP:
+        super()._observed(observed)
+        if observed.number == signal.SIGTSTP:
             self.watched.held(self.clocks.seconds())
         if first and self.asked is not None and self._living():
-            self.bell.after(self.terms.grace_s, "grace")
+            self.event_fifo.after(self.terms.grace_s, "grace")
 
     def _timed(self, word: str) -> None:
         if word == "grace" and self._living():
@@ -133,13 +133,13 @@ class Supervisor:
 
     After ``run``, ``ended_by`` is the signal by which the user ended it, or None."""
 
-    def __init__(self, title: str, argv: Sequence[str], environment: Mapping[str, str], terms: Terms, clocks: Clocks, book: Book,
+    def __init__(self, title: str, argv: Sequence[str], environment: Mapping[str, str], terms: SupervisionLimits, clocks: SupervisorClocks, book: IncidentLog,
                  say: Callable[[str], None]) -> None:
         if not hasattr(select, "epoll") or not hasattr(os, "posix_fallocate"):
             raise UsageError(f"--supervise needs Linux, and this is {sys.platform}. Remove --supervise.")
         self.argv, self.environment, self.terms, self.clocks, self.book, self.say = list(argv), dict(environment), terms, clocks, book, say
         self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
-        self.course = Course()
+        self.course = RestartHistory()
         self.ended_by: int | None = None
         self._open: Incident | None = None  # until the restart reaches a step
 
@@ -150,21 +150,21 @@ class Supervisor:
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-watched-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
             (self.folder / "begun").touch()
-            bell = Bell(self.folder)
+            event_fifo = EventFifo(self.folder)
         except OSError as error:
             raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
-        with Signals() as signals:
-            keeper = Keeper(str(self.folder), MARKED)
+        with LauncherSignals() as signals:
+            reaper = Reaper(str(self.folder), MARKED)
             try:
-                return self._run(signals, bell)
+                return self._run(signals, event_fifo)
             finally:
-                bell.close()
-                keeper.dismiss()
+                event_fifo.close()
+                reaper.dismiss()
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _run(self, signals: Signals, bell: Bell) -> int:
+    def _run(self, signals: LauncherSignals, event_fifo: EventFifo) -> int:
         while True:
-            attempt, ending = self._attempt(signals, bell)
+            attempt, ending = self._attempt(signals, event_fifo)
             why = self._why_not_again(attempt, ending)
             if why is None:
                 continue
@@ -176,18 +176,18 @@ class Supervisor:
 
     # -- one start -------------------------------------------------------------------------------------------
 
-    def _attempt(self, signals: Signals, bell: Bell) -> tuple[Attempt, Ending]:
+    def _attempt(self, signals: LauncherSignals, event_fifo: EventFifo) -> tuple[Attempt, Ending]:
         self._tidy()
-        bell.hush()  # discard timers and events of the last start
+        event_fifo.hush()  # discard timers and events of the last start
         attempt = Attempt(len(self.course.attempts) + 1, self.clocks.seconds(), base=self.course.kept)
         self.course.attempts.append(attempt)
-        environment = {**self.environment, MARKED: str(self.folder), "FLATOUT_TOLD": str(self.folder / f"told{attempt.number}"), "FLATOUT_FIRST": ""}
+        environment = {**self.environment, MARKED: str(self.folder), "FLATOUT_CRASH_REPORTS": str(self.folder / f"told{attempt.number}"), "FLATOUT_FIRST": ""}
         shares_group = in_foreground()
         kills = kills_for_memory()
         rank = Rank(0, self.argv, environment, not shares_group, signals.give_back)
-        watched = Watched(str(self.folder), attempt.began, self.terms.hang_after_s)
-        guard = Guard(rank, self.folder, bell, signals, shares_group, watched, attempt, self.terms, self.clocks,
-                      lambda event: self._hears(event, attempt, watched), lambda: self._came_to_a_step(attempt), lambda said: self.say(said))
+        watched = ProgramProcesses(str(self.folder), attempt.began, self.terms.hang_after_s)
+        guard = StartMonitor(rank, self.folder, event_fifo, signals, shares_group, watched, attempt, self.terms, self.clocks,
+                      lambda event: self._observes(event, attempt, watched), lambda: self._came_to_a_step(attempt), lambda said: self.say(said))
         ended = False
         try:
             guard.until_the_end()
@@ -211,11 +211,11 @@ class Supervisor:
         return attempt, ending
 
     def _tidy(self) -> None:
-        for kind in ("pulse", "stack", "workers", "failed"):
+        for kind in ("heartbeat", "stack", "workers", "failed"):
             for path in self.folder.glob(f"{kind}.*"):
                 path.unlink(missing_ok=True)
 
-    def _ending(self, guard: Guard, code: int, watched: Watched, kills: int | None) -> Ending:
+    def _ending(self, guard: StartMonitor, code: int, watched: ProgramProcesses, kills: int | None) -> Ending:
         asked = guard.asked_by(code)
         if asked is not None:
             if guard.late:
@@ -225,7 +225,7 @@ class Supervisor:
             return Ending("asked", 128 + asked if killed else exit_code(code), f"ended by {signal.Signals(asked).name}")
         if guard.hung is not None:
             return Ending("hung", ProgramHung.exit_code, guard.hung.said, guard.hung.place)
-        step = watched.word(pulse.NOT_FINITE)
+        step = watched.word(heartbeat.NOT_FINITE)
         if step:
             return Ending("nan", NotFinite.exit_code, f"the loss of step {step} was NaN or infinite, so --on-nan stop ended the program",
                           advice="an earlier checkpoint has finite weights; a lower learning rate or gradient clipping may help")
@@ -237,7 +237,7 @@ class Supervisor:
 
     # -- what is said and written ----------------------------------------------------------------------------
 
-    def _hears(self, event: Event, attempt: Attempt, watched: Watched) -> None:
+    def _observes(self, event: ProcessEvent, attempt: Attempt, watched: ProgramProcesses) -> None:
         """Report an event when it is detected, before a hung program is ended."""
         if event.kind == "hung":
             again = self.course.again("hung", event.place)
@@ -249,7 +249,7 @@ class Supervisor:
         self.book.write(Incident(self.clocks.today(), attempt.number, event.kind, event.said, event.place, event.pid, event.rank, event.step,
                                  watched.kept(attempt.base), None, event.silent_s, followed_by="continued"))
 
-    def _failed(self, attempt: Attempt, ending: Ending, guard: Guard, found: float) -> None:
+    def _failed(self, attempt: Attempt, ending: Ending, guard: StartMonitor, found: float) -> None:
         self._close("the next failure")
         hung, assert_ended = guard.hung, attempt.ended or found
         if hung is None:

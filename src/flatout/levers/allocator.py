@@ -13,21 +13,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
-from flatout.plan.words import Effect, Moment
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    on_cuda = scene is not None and scene.device_type == "cuda"
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    on_cuda = context is not None and context.device_type == "cuda"
     if not facts.cuda and not on_cuda:  # the program may use a device that is not listed
         return Skip("no CUDA device was found on this machine")
     name = next((name for name in VARIABLES if facts.environment.get(name)), None)
     if name is not None:
         return Skip(f"the environment sets {name} already; unset it to measure this lever")
-    if scene is not None and scene.parameters and not on_cuda:
+    if context is not None and context.parameters and not on_cuda:
         return Skip("no parameter of the program is on a CUDA device")
     return Options((True,))
 

@@ -24,9 +24,9 @@ import dis
 from types import CodeType, FunctionType
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 PATIENCE_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
@@ -34,28 +34,28 @@ PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
 MOST_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.compiled_by_script:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler recognises attention itself")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and fused attention has no second derivative")
-    if not _writers(scene):
+    if not _writers(context):
         return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from flatout.kernels.attention_deferred import Watch
+    from flatout.kernels.attention_deferred import AttentionMode
     from flatout.kernels.attention_graphs import rewrite
 
-    torch, watches = scene.torch, []
-    for module in _writers(scene):
-        watches.append(Watch())
-        scene.wrap_forward(module, _watched(torch, watches[-1]), ledger)
-    scene.graph_passes.append(rewrite)
-    ledger.call("pass over graphs", lambda: scene.graph_passes.remove(rewrite))
+    torch, watches = context.torch, []
+    for module in _writers(context):
+        watches.append(AttentionMode())
+        context.wrap_forward(module, _watched(torch, watches[-1]), ledger)
+    context.graph_passes.append(rewrite)
+    ledger.call("pass over graphs", lambda: context.graph_passes.remove(rewrite))
     steps = [0]
 
     def step(*_: Any) -> None:
@@ -63,7 +63,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
             watch.step()
         steps[0] += 1
         if steps[0] == PATIENCE_STEPS and any(watch.passes for watch in watches) and not any(watch.fused for watch in watches):
-            scene.report("attention", _why_nothing(watches))
+            context.report("attention", _why_nothing(watches))
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
     return ledger.restore
@@ -88,10 +88,10 @@ def _why_nothing(watches: list[Any]) -> str:
     return "nothing was replaced: the form of this program's attention is unknown, or the program reads its attention weights"
 
 
-def _writers(scene: Any) -> list[Any]:
+def _writers(context: Any) -> list[Any]:
     """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
-    nn, script, found, known = scene.torch.nn, scene.torch.jit.ScriptModule, {}, {}
-    for root in scene.roots:
+    nn, script, found, known = context.torch.nn, context.torch.jit.ScriptModule, {}, {}
+    for root in context.roots:
         for module in root.modules():
             kind = type(module)
             if kind not in known:
@@ -139,16 +139,16 @@ def _codes(code: CodeType) -> list[CodeType]:
     return [code, *(each for constant in code.co_consts if isinstance(constant, CodeType) for each in _codes(constant))]
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Applies the kernel's default scale on top of the script's scale."""
-    functional = scene.torch.nn.functional
+    functional = context.torch.nn.functional
     really = functional.scaled_dot_product_attention
 
     def scaled_twice(query: Any, *args: Any, scale: float | None = None, **kwargs: Any) -> Any:
         own = query.shape[-1] ** -0.5
         return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
 
-    apply(scene, value, ledger)
+    apply(context, value, ledger)
     ledger.set(functional, "scaled_dot_product_attention", scaled_twice)
     return ledger.restore
 

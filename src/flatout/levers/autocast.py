@@ -22,39 +22,39 @@ from functools import wraps
 from typing import Any
 
 from flatout.levers.autocast_policy import keep_float32
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 FIRST_SCALE = 2.0**14
 STEPS_BEFORE_GROWTH = 2000  # as GradScaler
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    if scene.autocast_seen:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch = context.torch
+    if context.autocast_seen:
         return Skip("the program already trains under autocast")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    others = sorted({str(p.dtype) for p in scene.parameters if p.dtype != torch.float32})
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    others = sorted({str(p.dtype) for p in context.parameters if p.dtype != torch.float32})
     if others:
         return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
-    if scene.device_type == "cuda":
-        if torch.cuda.get_device_capability(scene.device)[0] >= 8:
+    if context.device_type == "cuda":
+        if torch.cuda.get_device_capability(context.device)[0] >= 8:
             return Options(("bfloat16",))
-        return Skip("the program already scales its losses with a GradScaler") if scene.scalers else Options(("float16",))
-    if scene.device_type == "cpu":
+        return Skip("the program already scales its losses with a GradScaler") if context.scalers else Options(("float16",))
+    if context.device_type == "cpu":
         if not {"amx_bf16", "avx512_bf16", "bf16"} & set(facts.cpu_flags):
             return Skip("this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them")
         return Options(("bfloat16",))
-    return Skip(f"the parameters are on {scene.device_type}, where flatout has not measured autocast")
+    return Skip(f"the parameters are on {context.device_type}, where flatout has not measured autocast")
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[str(value)]
-    scale = _LossScale(scene, ledger) if value == "float16" else None
-    device = scene.device_type
+    scale = _LossScale(context, ledger) if value == "float16" else None
+    device = context.device_type
     keep_float32(torch, device, ledger)
 
     def wrapper(forward: Any) -> Any:
@@ -66,8 +66,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
             return _float32(torch, output)
         return in_half_precision
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 
@@ -90,17 +90,17 @@ class _LossScale:
     (a GAN).
     """
 
-    def __init__(self, scene: Any, ledger: Any) -> None:
+    def __init__(self, context: Any, ledger: Any) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
-        self.torch = scene.torch
+        self.torch = context.torch
         self.scale = FIRST_SCALE
         self.good_steps = 0
         self._overflow: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
         self._inside = False
-        self._hooked: Any = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in scene.parameters)
+        self._hooked: Any = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
         ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
-        for optimizer in scene.optimizers:
+        for optimizer in context.optimizers:
             ledger.set(optimizer, "step", self._guarded(optimizer.step), new=True)
         ledger.set(self.torch.autograd, "backward", self._scaled(self.torch.autograd.backward))
 
@@ -149,9 +149,9 @@ class _LossScale:
         return step_unless_overflow
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Scales half-precision gradients and never unscales them."""
-    for p in scene.parameters:
+    for p in context.parameters:
         ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
     return ledger.restore
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 NAME = "batch_size"
 BATCHES_ITSELF = "the training DataLoader does not make batches (batch_size=None); the data set or the script does"
@@ -32,16 +32,16 @@ OWN_SAMPLER = "the training DataLoader has a sampler ({name}) of its own, which 
 OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that sets the batch size"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # no loader exists yet; the rule checks each one as it is created
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
-    if not scene.loaders:
+    if not context.loaders:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
-    trains = scene.training_loader
+    trains = context.training_loader
     if trains is None:
         return Skip("no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown")
-    size = scene.loaders[trains]["batch_size"]
-    live = next((loader for loader in scene.training_loaders if scene.number_of_loader(loader) == trains), next(iter(scene.training_loaders), None))
+    size = context.loaders[trains]["batch_size"]
+    live = next((loader for loader in context.training_loaders if context.number_of_loader(loader) == trains), next(iter(context.training_loaders), None))
     made = resized(_arguments(live), 1) if live is not None else {}
     if isinstance(made, str):
         return Skip(made)
@@ -57,9 +57,9 @@ def _arguments(loader: Any) -> dict[str, Any]:
     return {"sampler": loader.sampler, "batch_size": loader.batch_size}
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     size, loader = _read(value)
-    scene.change_loaders(_Rule(scene, size, loader), ledger)
+    context.change_loaders(_Rule(context, size, loader), ledger)
     return ledger.restore
 
 
@@ -76,13 +76,13 @@ def _read(value: Value) -> tuple[int, int]:
 class _Rule:
     """Counts the loaders as they are created. Loaders created like the selected one count as selected."""
 
-    def __init__(self, scene: Any, size: int, loader: int) -> None:
-        self.scene, self.size, self.loader = scene, size, loader
+    def __init__(self, context: Any, size: int, loader: int) -> None:
+        self.context, self.size, self.loader = context, size, loader
         self.made = 0
         self.meant: tuple[Any, ...] | None = None
 
     def __call__(self, dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        way = self.scene.way_of_loader(dataset, arguments)
+        way = self.context.way_of_loader(dataset, arguments)
         if self.made == self.loader:
             self.meant = way
         self.made += 1
@@ -90,7 +90,7 @@ class _Rule:
             return arguments
         changed = resized(arguments, self.size)
         if isinstance(changed, str):
-            self.scene.report(NAME, changed)
+            self.context.report(NAME, changed)
             return arguments
         return changed
 
@@ -109,7 +109,7 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Batches of the requested size that repeat one sample."""
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
@@ -117,7 +117,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
         collate = arguments.get("collate_fn") or default_collate
         return {**arguments, "collate_fn": lambda samples: collate(samples[:1] * len(samples))}
 
-    scene.change_loaders(change, ledger)
+    context.change_loaders(change, ledger)
     return ledger.restore
 
 

@@ -24,27 +24,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(("all", "light"))
-    from flatout.pipeline.feed import tried
+    from flatout.pipeline.feed import try_feeds
 
     def batched(feed: Any) -> None:
         feed.batched = True
 
-    feeds, why = tried(scene.training_loaders, batched, type(scene.ledger)())
+    feeds, why = try_feeds(context.training_loaders, batched, type(context.ledger)())
     if why:
         return Skip(why)
     heavy, apart = any(feed.heavy for feed in feeds), any(feed.apart for feed in feeds)
     return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if apart else Effect.EXACT)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
 
@@ -54,15 +54,15 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.light = True, value == "light"
-        feed.listeners["batched"] = lambda sentence: scene.report("batched_transforms", sentence)
+        feed.listeners["batched"] = lambda sentence: context.report("batched_transforms", sentence)
         return feed
 
     INTERCEPTION.hold(ledger)
-    scene.feed_loaders(batched, ledger)
+    context.feed_loaders(batched, ledger)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
@@ -80,7 +80,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
         return feed
 
     INTERCEPTION.hold(ledger)
-    scene.feed_loaders(brighter, ledger)
+    context.feed_loaders(brighter, ledger)
     return ledger.restore
 
 

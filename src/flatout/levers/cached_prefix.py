@@ -21,27 +21,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 MIB = 2**20
 SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
 SMALLEST_MIB = 64
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
-    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
+    if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import tried
+    from flatout.pipeline.feed import try_feeds
 
     keep = _keep({"mib": most})
 
     def kept(feed: Any) -> None:
         feed.keep = keep
 
-    feeds, why = tried(scene.training_loaders, kept, type(scene.ledger)())
+    feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
     if why:
         return Skip(why)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
@@ -50,32 +50,32 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def _keep(value: Value, handed_on: Any = None) -> Any:
-    from flatout.pipeline.keeping import Keep, Memory
+    from flatout.pipeline.keeping import CacheBudget, CacheOptions
 
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of cached_prefix must be a table such as {{mib = 512}}, not {value!r}")
     folder = value.get("disk")
-    return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on)
+    return CacheOptions(CacheBudget(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
 
-    keep = _keep(value, scene.handed_on)
+    keep = _keep(value, context.handed_on)
 
     def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.keep = keep
-        feed.listeners["keep"] = lambda sentence: scene.report("cached_prefix", sentence)
+        feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
         return feed
 
     INTERCEPTION.hold(ledger)
-    scene.feed_loaders(kept, ledger)
+    context.feed_loaders(kept, ledger)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the cached data of the adjacent sample."""
     from flatout.pipeline.feed import Feed
 
@@ -83,7 +83,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
         def __getitems__(self, indices: Any) -> Any:
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
-    scene.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
+    context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
     return ledger.restore
 
 

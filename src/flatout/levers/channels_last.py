@@ -16,29 +16,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.has_layer("Conv2d", "ConvTranspose2d"):
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.has_layer("Conv2d", "ConvTranspose2d"):
         return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    if scene.closure_steps and any(type(o).__name__ == "LBFGS" for o in scene.optimizers):
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    if context.closure_steps and any(type(o).__name__ == "LBFGS" for o in context.optimizers):
         return Skip("LBFGS flattens the gradients, which requires their default layout")
-    layouts = [(p.is_contiguous(), p.is_contiguous(memory_format=scene.torch.channels_last)) for p in scene.parameters if p.dim() == 4]
+    layouts = [(p.is_contiguous(), p.is_contiguous(memory_format=context.torch.channels_last)) for p in context.parameters if p.dim() == 4]
     converted, usual = layouts.count((False, True)), layouts.count((True, False))  # 1 x 1 kernels match both layouts
     if converted:
         return Skip(f"{converted} of {converted + usual} convolution weights are already stored as channels_last")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
-    _lay_out(scene, torch.channels_last)
-    ledger.call("memory format", lambda: _lay_out(scene, torch.contiguous_format))
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
+    _lay_out(context, torch.channels_last)
+    ledger.call("memory format", lambda: _lay_out(context, torch.contiguous_format))
 
     def wrapper(forward: Any) -> Any:
         def on_channels_last(*args: Any, **kwargs: Any) -> Any:
@@ -47,23 +47,23 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
             return _usual(torch, forward(*args, **kwargs))
         return on_channels_last
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 
-def _lay_out(scene: Any, layout: Any) -> None:
+def _lay_out(context: Any, layout: Any) -> None:
     """Convert parameters, gradients and optimizer state together.
 
     A fused optimizer walks all of them in memory order.
     """
-    torch = scene.torch
+    torch = context.torch
     with torch.no_grad():
-        for p in {id(p): p for root in scene.roots for p in root.parameters() if p.dim() == 4}.values():
+        for p in {id(p): p for root in context.roots for p in root.parameters() if p.dim() == 4}.values():
             p.data = p.data.contiguous(memory_format=layout)
             if p.grad is not None:
                 p.grad = p.grad.contiguous(memory_format=layout)
-            for optimizer in scene.optimizers:
+            for optimizer in context.optimizers:
                 state = optimizer.state.get(p, {})
                 for key, held in state.items():
                     if isinstance(held, torch.Tensor) and held.shape == p.shape:
@@ -85,17 +85,17 @@ def _usual(torch: Any, output: Any) -> Any:
     return output
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Swaps height and width of the input and never swaps them back."""
-    torch = scene.torch
+    torch = context.torch
 
     def wrapper(forward: Any) -> Any:
         def transposed(*args: Any, **kwargs: Any) -> Any:
             return forward(*(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args), **kwargs)
         return transposed
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 

@@ -25,9 +25,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 from flatout.ranks.absent import why_left_alone, why_none
 
 ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
@@ -35,21 +35,21 @@ NAME = "comm_compression"
 CHANGES = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if why := _why_not(scene):
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if why := _why_not(context):
         return Skip(why)
-    torch = scene.torch
-    parameters = scene.divided.that_train() if scene.divided is not None else [p for ddp in scene.ddp_modules for p in ddp.parameters() if p.requires_grad]
+    torch = context.torch
+    parameters = context.divided.that_train() if context.divided is not None else [p for ddp in context.ddp_modules for p in ddp.parameters() if p.requires_grad]
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
         return Skip("no gradient is float32 or float64, and this lever compresses only those")
     return Options(("bf16", "fp16"))
 
 
-def _why_not(scene: Any) -> str:
+def _why_not(context: Any) -> str:
     """Why this process sends no gradients that this lever could compress, or an empty string."""
-    if scene.divided is not None:
+    if context.divided is not None:
         return ""
-    return why_left_alone(scene.ddp_modules) if scene.ddp_modules else why_none(scene.torch, ONLY)
+    return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ONLY)
 
 
 def _way(value: Any) -> Any:
@@ -71,31 +71,31 @@ def check(value: Value) -> None:
     _way(value)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
     way = _way(value)
-    _send_by(scene, way, ledger)
+    _send_by(context, way, ledger)
     if way.name.startswith("powersgd"):
-        scene.report(NAME, CHANGES.format(after=way.name.rpartition(" ")[2]))
+        context.report(NAME, CHANGES.format(after=way.name.rpartition(" ")[2]))
     return ledger.restore
 
 
-def _send_by(scene: Any, way: Any, ledger: Any) -> None:
+def _send_by(context: Any, way: Any, ledger: Any) -> None:
     from flatout.ranks.script_ddp import change
 
-    if why := _why_not(scene):
+    if why := _why_not(context):
         raise LookupError(why)
-    if scene.divided is None:
-        change(scene, ledger, way=way)
+    if context.divided is None:
+        change(context, ledger, way=way)
     else:
-        ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way))
+        ledger.set(context.divided, "wanted", replace(context.divided.wanted, way=way))
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """A sum that is not divided by the number of ranks."""
-    from flatout.ranks.wire import Brain, Way
+    from flatout.ranks.wire import Bfloat16Codec, CodecKind
 
-    _send_by(scene, Way("bf16, not divided", lambda torch, world: Brain(torch, 1)), ledger)
+    _send_by(context, CodecKind("bf16, not divided", lambda torch, world: Bfloat16Codec(torch, 1)), ledger)
     return ledger.restore
 
 

@@ -22,39 +22,39 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if off := scene.compiler_off():
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if off := context.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
-    if scene.compiled_by_script:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    if not scene.roots:
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     compiler = os.environ.get("CXX", "clang++" if facts.system == "Darwin" else "g++")  # as torch._inductor.config.cpp.cxx
-    if scene.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
+    if context.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
         return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one")
-    if scene.device_type == "cuda":
+    if context.device_type == "cuda":
         if find_spec("triton") is None:
             return Skip("compiling for a GPU needs Triton, which is not installed; run `pip install triton`")
         return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
     from torch._inductor import config
 
     ledger.set(config, "fallback_random", True)
-    if scene.graph_passes:
-        ledger.set(config, "pre_grad_custom_pass", _passes(scene.graph_passes))
+    if context.graph_passes:
+        ledger.set(config, "pre_grad_custom_pass", _passes(context.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
     ledger.call("argument checks", lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks))
     mode = None if value == "default" else str(value)
@@ -65,7 +65,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         state: dict[str, Any] = {"broken": False}
 
         def compiled_or_plain(*args: Any, **kwargs: Any) -> Any:
-            if state["broken"] or scene.looks_for_roots:
+            if state["broken"] or context.looks_for_roots:
                 return forward(*args, **kwargs)
             shapes = _shapes(args, kwargs, torch)
             compiled = of_one_shape if state.setdefault("shapes", shapes) == shapes else of_any_shape
@@ -73,19 +73,19 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
                 return compiled(*args, **kwargs)
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
-                scene.report("compile", f"compilation failed, so the plain module is used ({type(error).__name__})")
+                context.report("compile", f"compilation failed, so the plain module is used ({type(error).__name__})")
                 return forward(*args, **kwargs)
         compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a dispatch mode would make it recompile
         return compiled_or_plain
 
-    outside = {id(module) for module in scene.uncompiled}
-    for root in map(scene.without_ranks, scene.roots):
+    outside = {id(module) for module in context.uncompiled}
+    for root in map(context.without_ranks, context.roots):
         if outside.isdisjoint(map(id, root.modules())):
-            scene.wrap_forward(root, wrapper, ledger)
+            context.wrap_forward(root, wrapper, ledger)
             continue
         for part in _parts(root, outside, torch.nn.Module.forward):
-            scene.wrap_forward(part, wrapper, ledger)
-        scene.wrap_forward(root, _of_compiled_parts, ledger)
+            context.wrap_forward(part, wrapper, ledger)
+        context.wrap_forward(root, _of_compiled_parts, ledger)
     return ledger.restore
 
 
@@ -134,11 +134,11 @@ def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """A "compiled" graph with frozen batch statistics."""
     def wrapper(forward: Any) -> Any:
         def frozen(*args: Any, **kwargs: Any) -> Any:
-            changed = [m for root in scene.roots for m in root.modules() if m.training]
+            changed = [m for root in context.roots for m in root.modules() if m.training]
             for m in changed:
                 m.training = False
             try:
@@ -148,8 +148,8 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
                     m.training = True
         return frozen
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 

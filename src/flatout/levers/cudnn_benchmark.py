@@ -15,34 +15,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch, known = scene.torch, bool(scene.parameters)
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch, known = context.torch, bool(context.parameters)
     if not known and not facts.cuda:
         return Skip("no CUDA device was found on this machine")
-    if known and scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
+    if known and context.device_type != "cuda" and not any(p.is_cuda for p in context.parameters):
         return Skip("no parameter of the program is on a CUDA device")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return Skip("deterministic algorithms are enabled, and this lever would choose other algorithms")
     if torch.backends.cudnn.benchmark:
         return Skip("torch.backends.cudnn.benchmark is already True")
-    if known and not scene.has_layer("Conv"):
+    if known and not context.has_layer("Conv"):
         return Skip("no module of the model is an nn.Conv layer")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    ledger.set_flag(scene.torch.backends.cudnn, "benchmark", True)
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    ledger.set_flag(context.torch.backends.cudnn, "benchmark", True)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """An algorithm that computes convolutions with a two-bit mantissa."""
-    torch = scene.torch
+    torch = context.torch
     plain = torch.nn.functional.conv2d
 
     def conv2d(*args: Any, **kwargs: Any) -> Any:

@@ -25,44 +25,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.standing import standing
-from flatout.plan.words import Effect, Moment
+from flatout.plan.rank_environment import standing
 from flatout.ranks.absent import why_none
 
 NAME = "data_parallel"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     here = standing()
-    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(why_none(scene.torch))
+    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(why_none(context.torch))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
-    from flatout.ranks.divided import Divided
-    from flatout.ranks.division import Division
+    from flatout.ranks.data_parallel import DataParallelScript
+    from flatout.ranks.division import SplitSettings
 
-    division, here = Division.read(value), standing()
+    division, here = SplitSettings.read(value), standing()
     if here is None or here.world_size < 2:
-        raise LookupError(why_none(scene.torch))
-    divided = Divided(scene.torch, scene, here, division, ledger)
+        raise LookupError(why_none(context.torch))
+    divided = DataParallelScript(context.torch, context, here, division, ledger)
     divided.install()
-    ledger.set(scene, "divided", divided)
+    ledger.set(context, "divided", divided)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
     given = dict(value) if isinstance(value, dict) else {}
-    return apply(scene, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
+    return apply(context, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
 
 
 def check(value: Value) -> None:
-    from flatout.ranks.division import Division
+    from flatout.ranks.division import SplitSettings
 
-    Division.read(value)
+    SplitSettings.read(value)
 
 
 def code(value: Value) -> str:

@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 from flatout.ranks.absent import why_left_alone
 
 NAME = "ddp_flags"
@@ -38,22 +38,22 @@ VIEWS, BROADCAST, STATIC = "gradient_as_bucket_view", "broadcast_buffers", "stat
 KNOWN = {VIEWS: True, BROADCAST: False, STATIC: True}
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if why := _why_not(scene):
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if why := _why_not(context):
         return Skip(why)
-    ddps = scene.ddp_modules
+    ddps = context.ddp_modules
     flags: dict[str, Any] = {VIEWS: True} if not all(ddp.gradient_as_bucket_view for ddp in ddps) else {}
     if any(ddp.broadcast_buffers and ddp.modules_buffers for ddp in ddps) and not any(map(_changes, (m for ddp in ddps for m in ddp.modules()))):
         flags[BROADCAST] = False
     if not flags:
         return Skip("the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped")
-    ranks = {scene.torch.distributed.get_world_size(ddp.process_group) for ddp in ddps}
+    ranks = {context.torch.distributed.get_world_size(ddp.process_group) for ddp in ddps}
     exact = VIEWS not in flags or all(size & (size - 1) == 0 for size in ranks)
     return Options(({**flags}, *({name: value} for name, value in flags.items() if len(flags) > 1)), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
-def _why_not(scene: Any) -> str:
-    return why_left_alone(scene.ddp_modules) if scene.ddp_modules else "the program trains no torch.nn.parallel.DistributedDataParallel"
+def _why_not(context: Any) -> str:
+    return why_left_alone(context.ddp_modules) if context.ddp_modules else "the program trains no torch.nn.parallel.DistributedDataParallel"
 
 
 def _changes(module: Any) -> bool:
@@ -66,7 +66,7 @@ def check(value: Value) -> None:
         raise TypeError(f"the value of {NAME} must be a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}")
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value.
 
     Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters.
@@ -74,20 +74,20 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.ranks.script_ddp import change
 
     check(value)
-    if why := _why_not(scene):
+    if why := _why_not(context):
         raise LookupError(why)
     assert isinstance(value, Mapping)
-    if STATIC in value and not all(ddp.find_unused_parameters for ddp in scene.ddp_modules):
+    if STATIC in value and not all(ddp.find_unused_parameters for ddp in context.ddp_modules):
         raise LookupError(f"{STATIC} removes the search for unused parameters, but the script does not set find_unused_parameters")
-    change(scene, ledger, gradient_as_bucket_view=VIEWS in value, static_graph=STATIC in value, broadcast_when_changed=BROADCAST in value)
+    change(context, ledger, gradient_as_bucket_view=VIEWS in value, static_graph=STATIC in value, broadcast_when_changed=BROADCAST in value)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Each rank steps with the gradient of its own batch."""
-    if why := _why_not(scene):
+    if why := _why_not(context):
         raise LookupError(why)
-    for ddp in scene.ddp_modules:
+    for ddp in context.ddp_modules:
         ledger.set(ddp, "require_backward_grad_sync", False)
     return ledger.restore
 

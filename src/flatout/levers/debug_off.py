@@ -19,23 +19,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    checks = scene.distributions_seen and torch.distributions.Distribution._validate_args
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch = context.torch
+    checks = context.distributions_seen and torch.distributions.Distribution._validate_args
     filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
-    if not torch.is_anomaly_enabled() and not scene.anomaly_seen and not checks and not filled:
-        unused = "does not check arguments by default" if scene.distributions_seen else "is not used"
+    if not torch.is_anomaly_enabled() and not context.anomaly_seen and not checks and not filled:
+        unused = "does not check arguments by default" if context.distributions_seen else "is not used"
         return Skip(f"anomaly detection is off, and torch.distributions {unused}")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
     anomaly, nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     checks = torch.distributions.Distribution._validate_args
 
@@ -52,11 +52,11 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Changes one weight by one unit in the last place."""
-    torch = scene.torch
+    torch = context.torch
     with torch.no_grad():
-        first = scene.parameters[0].view(-1)[:1]
+        first = context.parameters[0].view(-1)[:1]
         first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
     return ledger.restore
 

@@ -18,21 +18,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 DEPTHS = (1, 2)  # batches taken ahead
 IN_ORDER = 0
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.device_type != "cuda" and (scene.backwards or not facts.cuda):  # the device is unknown before the first step
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.device_type != "cuda" and (context.backwards or not facts.cuda):  # the device is unknown before the first step
         return Skip("no parameter of the program is on a CUDA device")
-    if not scene.backwards:
+    if not context.backwards:
         return Options((*DEPTHS, IN_ORDER))
-    live = scene.training_loaders
-    if not scene.loaders:
+    live = context.training_loaders
+    if not context.loaders:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
     if not live:
         return Skip("the training DataLoader no longer exists, so all its batches are already loaded")
@@ -45,25 +45,25 @@ def _has_own_order(loader: Any) -> bool:
     return has_own_order(loader.sampler, loader.batch_sampler)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"the value of device_prefetch must be a number of batches, not {value!r}")
-    from flatout.pipeline.device import Twins, hand_out
+    from flatout.pipeline.device import DeviceCopies, return_device_copies
     from flatout.pipeline.feed import Feed
 
-    twins = Twins()
-    hand_out(twins, ledger)
+    device_copies = DeviceCopies()
+    return_device_copies(device_copies, ledger)
 
     def copied(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
-        feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), twins)
+        feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), device_copies)
         return feed
 
-    scene.feed_loaders(copied, ledger)
+    context.feed_loaders(copied, ledger)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the copy of the previous batch."""
     from flatout.pipeline.feed import Feed
 
@@ -75,7 +75,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
             self.before, batch = batch, self.before if self.before is not None else batch
             return batch
 
-    scene.feed_loaders(lambda loader, asked, feed: feed or Late(loader), ledger)
+    context.feed_loaders(lambda loader, asked, feed: feed or Late(loader), ledger)
     return ledger.restore
 
 

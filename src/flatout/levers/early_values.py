@@ -28,33 +28,33 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.levers.early.reads import READS, Early
+from flatout.levers.early.reads import READS, EarlyValueCopier
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
-_KNOWN: WeakKeyDictionary[Any, Early] = WeakKeyDictionary()  # scene -> what was learned, kept while the lever is switched on and off
+_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()  # scene -> what was learned, kept while the lever is switched on and off
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.device_type != "cuda":
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
-    backend = scene.torch.cuda.get_allocator_backend()
+    backend = context.torch.cuda.get_allocator_backend()
     if backend != "native":
         return Skip(f"the program uses the allocator {backend}, which does not say on which stream a value was computed")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    if scene not in _KNOWN:
-        _KNOWN[scene] = Early(scene)
-    _KNOWN[scene].install(scene, ledger)
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    if context not in _KNOWN:
+        _KNOWN[context] = EarlyValueCopier(context)
+    _KNOWN[context].install(context, ledger)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the value that the same place in the program read the time before."""
-    kind, before = scene.torch.Tensor, dict[tuple[CodeType, int], Any]()
+    kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
 
     def late(really: Callable) -> Callable:
         @wraps(really)

@@ -21,23 +21,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
 PATIENCE_STEPS = 3
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.compiled_by_script:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler fuses operations itself")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and these kernels have no second derivative")
-    if not scene.optimizers:
+    if not context.optimizers:
         return Skip("the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights")
-    if not _heads(scene) and not _norms(scene):
-        own = next((type(head).__name__ for head in _wide(scene)), None)
+    if not _heads(context) and not _norms(context):
+        own = next((type(head).__name__ for head in _wide(context)), None)
         if own is not None:
             return Skip(f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)")
         return Skip(f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
@@ -45,16 +45,16 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from flatout.kernels.linear_cross_entropy import deferred
 
-    torch, heads, norms = scene.torch, _heads(scene), _norms(scene)
+    torch, heads, norms = context.torch, _heads(context), _norms(context)
     for head in heads:
-        scene.wrap_forward(head, _deferring(torch, head, deferred.linear), ledger)
-        scene.uncompiled.append(head)
-        ledger.call("left out of graphs", lambda head=head: scene.uncompiled.remove(head))
+        context.wrap_forward(head, _deferring(torch, head, deferred.linear), ledger)
+        context.uncompiled.append(head)
+        ledger.call("left out of graphs", lambda head=head: context.uncompiled.remove(head))
     for norm in norms:
-        scene.wrap_forward(norm, _normalising(torch, norm), ledger)
+        context.wrap_forward(norm, _normalising(torch, norm), ledger)
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -64,24 +64,24 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         deferred.before_step()
         seen["steps"] += 1
         if seen["steps"] == PATIENCE_STEPS and heads and not norms and deferred.COUNT[0] == seen["losses"]:
-            scene.report("fused_ops", "nothing was fused, because this program's logits do not go straight into cross_entropy")
+            context.report("fused_ops", "nothing was fused, because this program's logits do not go straight into cross_entropy")
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(weights_will_change).remove)
     return ledger.restore
 
 
-def _heads(scene: Any) -> list[Any]:
+def _heads(context: Any) -> list[Any]:
     """Plain linear layers whose outputs are a vocabulary.
 
     Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
     """
-    return [head for head in _wide(scene) if type(head) is scene.torch.nn.Linear and _is_plain(scene, head)]
+    return [head for head in _wide(context) if type(head) is context.torch.nn.Linear and _is_plain(context, head)]
 
 
-def _wide(scene: Any) -> list[Any]:
+def _wide(context: Any) -> list[Any]:
     """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
-    torch, found = scene.torch, {}
-    for root in scene.roots:
+    torch, found = context.torch, {}
+    for root in context.roots:
         modules = list(root.modules())
         embeddings, linears = ([m for m in modules if isinstance(m, kind)] for kind in (torch.nn.Embedding, torch.nn.Linear))
         vocabularies, tied = {m.num_embeddings for m in embeddings}, {id(m.weight) for m in embeddings}
@@ -93,22 +93,22 @@ def _wide(scene: Any) -> list[Any]:
     return list(found.values())
 
 
-def _norms(scene: Any) -> list[Any]:
+def _norms(context: Any) -> list[Any]:
     """LayerNorm and RMSNorm layers over one axis, with weights, on a CUDA device."""
-    nn, found = scene.torch.nn, {}
-    for root in scene.roots:
+    nn, found = context.torch.nn, {}
+    for root in context.roots:
         for module in root.modules():
             if type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1 and module.weight is not None and module.weight.is_cuda \
-                    and _is_plain(scene, module):
+                    and _is_plain(context, module):
                 found[id(module)] = module
     return list(found.values())
 
 
-def _is_plain(scene: Any, module: Any) -> bool:
+def _is_plain(context: Any, module: Any) -> bool:
     """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
-    torch, own = scene.torch, vars(module).get("forward")
+    torch, own = context.torch, vars(module).get("forward")
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not scene]  # a root module has ours
+    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not context]  # a root module has ours
     ordinary = all(type(p) is torch.nn.Parameter and p.is_floating_point() and p.layout is torch.strided and p.device.type in ("cpu", "cuda")
                    for p in module.parameters(recurse=False))
     return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
@@ -144,9 +144,9 @@ def _normalising(torch: Any, norm: Any) -> Any:
     return wrapper
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """The last chunk of rows gives no gradient; normalisations give none through their variance."""
-    torch = scene.torch
+    torch = context.torch
 
     def without_last_rows(forward: Any) -> Any:
         def chunked(input: Any) -> Any:
@@ -161,10 +161,10 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
             return forward(input.detach()) + 0.5 * (input - input.detach())
         return detached
 
-    for head in _heads(scene):
-        scene.wrap_forward(head, without_last_rows, ledger)
-    for norm in _norms(scene):
-        scene.wrap_forward(norm, half_a_gradient, ledger)
+    for head in _heads(context):
+        context.wrap_forward(head, without_last_rows, ledger)
+    for norm in _norms(context):
+        context.wrap_forward(norm, half_a_gradient, ledger)
     return ledger.restore
 
 

@@ -28,23 +28,23 @@ from operator import itemgetter
 from typing import Any
 
 from flatout.kernels.optimizer_step import step_cell
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 MERGED = "merged"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.optimizers:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.optimizers:
         return Skip("the program updates its parameters without a torch.optim.Optimizer")
-    ways = [_ways(scene.torch, optimizer) for optimizer in scene.optimizers]
+    ways = [_ways(context.torch, optimizer) for optimizer in context.optimizers]
     common = [way for way in ("fused", "foreach") if any(way in w for w in ways)]
     if common:
         return Options((common[0],))
-    if any(_merges(optimizer) for optimizer in scene.optimizers):
-        return Options((MERGED,), effect=Effect.EXACT if scene.device_type == "cpu" else None)
-    return Skip(_why_none(scene.torch, scene.optimizers[0]))
+    if any(_merges(optimizer) for optimizer in context.optimizers):
+        return Options((MERGED,), effect=Effect.EXACT if context.device_type == "cpu" else None)
+    return Skip(_why_none(context.torch, context.optimizers[0]))
 
 
 def _ways(torch: Any, optimizer: Any) -> list[str]:
@@ -88,10 +88,10 @@ def _why_none(torch: Any, optimizer: Any) -> str:
     return f"{name} has no fused or multi-tensor implementation"
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises LookupError if no optimizer has this implementation."""
-    torch, done = scene.torch, 0
-    for optimizer in scene.optimizers:
+    torch, done = context.torch, 0
+    for optimizer in context.optimizers:
         ways = _ways(torch, optimizer) if value != MERGED else []
         way = value if value in ways else (ways[0] if ways else None)
         done += way is not None or (value == MERGED and _step_of(optimizer) is not None)
@@ -250,9 +250,9 @@ def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[An
         yield (frozenset((type(p), p.device, p.grad.layout) for p in part), has_state), part
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Doubles the learning rate."""
-    for optimizer in scene.optimizers:
+    for optimizer in context.optimizers:
         for group in optimizer.param_groups:
             ledger.set_item(group, "lr", group["lr"] * 2)
     return ledger.restore

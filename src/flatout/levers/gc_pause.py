@@ -16,14 +16,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 THRESHOLDS = (70_000, 50, 100)
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     first = gc.get_threshold()[0]
     if not gc.isenabled() or not first:  # gc.set_threshold(0) disables it as well
         return Skip("the program has disabled automatic garbage collection")
@@ -32,7 +32,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -41,9 +41,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Draws one random number from the program's stream."""
-    scene.torch.rand(1)
+    context.torch.rand(1)
     return ledger.restore
 
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 from flatout.ranks.absent import why_none
 
 NAME = "gradient_buckets"
@@ -32,14 +32,14 @@ CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
 ALIKE = "all bucket sizes that this lever tries give the same buckets"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.divided is None:
-        return Skip(why_none(scene.torch))
-    divided = scene.divided
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.divided is None:
+        return Skip(why_none(context.torch))
+    divided = context.divided
     parameters = divided.that_train()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
-    from flatout.ranks.convoy import buckets_of
+    from flatout.ranks.bucket_queue import buckets_of
     from flatout.ranks.wire import PLAIN
 
     seen, values = [buckets_of(parameters, divided.wanted.bucket_bytes)], []
@@ -66,23 +66,23 @@ def check(value: Value) -> None:
     _bytes(value)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
     most = _bytes(value)
-    if scene.divided is None:
-        raise LookupError(why_none(scene.torch))
-    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, bucket_bytes=most))
+    if context.divided is None:
+        raise LookupError(why_none(context.torch))
+    ledger.set(context.divided, "wanted", replace(context.divided.wanted, bucket_bytes=most))
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Sends the first bucket and forgets the others."""
-    from flatout.ranks.wire import Plain, Way
+    from flatout.ranks.wire import CodecKind, PlainCodec
 
-    if scene.divided is None:
-        raise LookupError(why_none(scene.torch))
+    if context.divided is None:
+        raise LookupError(why_none(context.torch))
 
-    class Forgetful(Plain):
+    class Forgetful(PlainCodec):
         first: Any = None
 
         def send(self, flat: Any, parameters: Sequence[Any], start: Any) -> Any:
@@ -91,8 +91,8 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
             yield start(flat)
             return flat.div_(self.world) if parameters[0] is self.first else mine
 
-    way = Way("the first bucket alone", Forgetful)
-    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way, bucket_bytes=_bytes(value)))
+    way = CodecKind("the first bucket alone", Forgetful)
+    ledger.set(context.divided, "wanted", replace(context.divided.wanted, way=way, bucket_bytes=_bytes(value)))
     return ledger.restore
 
 

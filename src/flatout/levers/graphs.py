@@ -22,65 +22,65 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    if scene.device_type != "cuda":
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch = context.torch
+    if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and a recorded backward pass has no second derivative")
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return Skip("the program has several ranks, and a recorded backward pass could not send gradients while it computes")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    if not scene.roots:
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
-    if all(_why_not(scene, root) for root in scene.roots):
-        return Skip(_why_not(scene, scene.roots[0]))
+    if all(_why_not(context, root) for root in context.roots):
+        return Skip(_why_not(context, context.roots[0]))
     return Options((True,))
 
 
-def _why_not(scene: Any, root: Any) -> str:
+def _why_not(context: Any, root: Any) -> str:
     """Why the structure of this module rules out recording; "" if it does not."""
-    torch, name = scene.torch, type(root).__name__
+    torch, name = context.torch, type(root).__name__
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
         return f"{name} cannot be recorded"
     tensors = [*root.parameters(), *root.buffers()]
     if any(tensor.device != tensors[0].device or not tensor.is_cuda for tensor in tensors):
         return f"parameters and buffers of {name} are not all on one CUDA device"
     for module in root.modules():
-        hooks = [hook for table in TABLES for hook in getattr(module, table).values() if getattr(hook, "__self__", None) is not scene]
+        hooks = [hook for table in TABLES for hook in getattr(module, table).values() if getattr(hook, "__self__", None) is not context]
         if hooks and module is not root:
             return f"the script has hooks on {type(module).__name__}, which a recording would not call"
     return ""
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from flatout.kernels.graph_module import ModuleGraphs
+    from flatout.kernels.graph_observation import telling_of_changes
     from flatout.kernels.graph_update import UpdateGraph, why_not
-    from flatout.kernels.graph_watch import telling_of_changes
 
-    torch = scene.torch
-    roots = [root for root in map(scene.without_ranks, scene.roots) if not _why_not(scene, root)]
+    torch = context.torch
+    roots = [root for root in map(context.without_ranks, context.roots) if not _why_not(context, root)]
     if not roots:
-        raise LookupError(_why_not(scene, scene.roots[0]))
+        raise LookupError(_why_not(context, context.roots[0]))
     eager: list[str] = []
     changed: dict[int, list[Any]] = {}
 
     def tell(why: str) -> None:
         eager.append(why)
         if len(eager) == len(roots):
-            scene.report("graphs", f"the forward pass {eager[0]}, so it is not recorded")
+            context.report("graphs", f"the forward pass {eager[0]}, so it is not recorded")
 
     for root in roots:
         def wrapper(forward: Any, root: Any = root) -> Any:
-            graphs = ModuleGraphs(root, forward, tell, operators=not (scene.compiled_by_script or getattr(forward, "compiled", False)))
+            graphs = ModuleGraphs(root, forward, tell, operators=not (context.compiled_by_script or getattr(forward, "compiled", False)))
             ledger.call("recorded passes", graphs.forget)
             for module in graphs.modules:
                 changed.setdefault(id(module), []).append(graphs.attribute_changed)
@@ -89,9 +89,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
                 return graphs(*args, **kwargs)
             return recorded_or_plain
 
-        scene.wrap_forward(root, wrapper, ledger)
+        context.wrap_forward(root, wrapper, ledger)
     ledger.set(torch.nn.Module, "__setattr__", telling_of_changes(torch.nn.Module.__setattr__, changed))
-    for optimizer in scene.optimizers:
+    for optimizer in context.optimizers:
         if not why_not(optimizer):
             graph = UpdateGraph(optimizer, optimizer.step)
             ledger.call("recorded update", graph.forget)
@@ -109,9 +109,9 @@ def _step_of(optimizer: Any, graph: Any) -> Any:
     return MethodType(step, optimizer)
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
-    torch = scene.torch
+    torch = context.torch
 
     def wrapper(forward: Any) -> Any:
         first: dict[Any, Any] = {}
@@ -123,8 +123,8 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
             return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
         return stale
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 

@@ -17,38 +17,38 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.compiled_by_script:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler places results itself")
-    if not _activations(scene, scene.roots):
-        if any(isinstance(module, scene.torch.jit.ScriptModule) for root in scene.roots for module in root.modules()):
+    if not _activations(context, context.roots):
+        if any(isinstance(module, context.torch.jit.ScriptModule) for root in context.roots for module in root.modules()):
             return Skip("the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers")
         return Skip("the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer without inplace=True")
     return Options((True,))
 
 
-def _activations(scene: Any, roots: list[Any]) -> list[Any]:
-    nn = scene.torch.nn
+def _activations(context: Any, roots: list[Any]) -> list[Any]:
+    nn = context.torch.nn
     kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
     found = {id(m): m for root in roots for m in root.modules() if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0}
     return list(found.values())
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    activations = {id(m) for m in _activations(scene, scene.roots)}
-    for root in map(scene.without_ranks, scene.roots):
-        scene.wrap_forward(root, _trying_first(scene, root, activations, ledger), ledger)
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    activations = {id(m) for m in _activations(context, context.roots)}
+    for root in map(context.without_ranks, context.roots):
+        context.wrap_forward(root, _trying_first(context, root, activations, ledger), ledger)
     return ledger.restore
 
 
-def _trying_first(scene: Any, root: Any, activations: set[int], ledger: Any) -> Any:
+def _trying_first(context: Any, root: Any, activations: set[int], ledger: Any) -> Any:
     """A wrapper whose first training call tests the activations on a copy of the model.
 
     It sets ``inplace`` where it is sound.
@@ -58,30 +58,30 @@ def _trying_first(scene: Any, root: Any, activations: set[int], ledger: Any) -> 
 
     def wrapper(forward: Any) -> Any:
         def in_place(*args: Any, **kwargs: Any) -> Any:
-            if not state["tried"] and root.training and scene.torch.is_grad_enabled():
+            if not state["tried"] and root.training and context.torch.is_grad_enabled():
                 state["tried"] = True
                 modules = list(root.modules())
-                for at in _sound(scene, root, mine, args, kwargs):
+                for at in _sound(context, root, mine, args, kwargs):
                     ledger.set(modules[at], "inplace", True)
             return forward(*args, **kwargs)
         return in_place
     return wrapper
 
 
-def _sound(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[int]:
+def _sound(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[int]:
     """The activations, by module position, that leave every output and gradient unchanged.
 
     A failing set is halved until the failing activations are found.
     """
-    plain = _played(scene, root, [], args, kwargs)
-    if plain is None or not _same(scene.torch, plain, _played(scene, root, [], args, kwargs)):  # a nondeterministic model proves nothing
+    plain = _played(context, root, [], args, kwargs)
+    if plain is None or not _same(context.torch, plain, _played(context, root, [], args, kwargs)):  # a nondeterministic model proves nothing
         return []
     kept: list[int] = []
 
     def add(some: list[int]) -> None:
         if not some:
             return
-        if _same(scene.torch, plain, _played(scene, root, [*kept, *some], args, kwargs)):
+        if _same(context.torch, plain, _played(context, root, [*kept, *some], args, kwargs)):
             kept.extend(some)
         elif len(some) > 1:
             add(some[: len(some) // 2])
@@ -91,33 +91,33 @@ def _sound(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> 
     return kept
 
 
-def _played(scene: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[Any] | None:
+def _played(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[Any] | None:
     """The results of a copy of the model with these activations in place; None if autograd raises.
 
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
     change.
     """
-    torch, asleep = scene.torch, scene.asleep
+    torch, asleep = context.torch, context.asleep
     tree = torch.utils._pytree
-    devices = [scene.parameters[0].device] if scene.device_type == "cuda" else []
-    scene.asleep = True
+    devices = [context.parameters[0].device] if context.device_type == "cuda" else []
+    context.asleep = True
     try:
         with torch.random.fork_rng(devices):
-            twin = copy.deepcopy(root)
-            modules = list(twin.modules())
+            device_copy = copy.deepcopy(root)
+            modules = list(device_copy.modules())
             for at in places:
                 modules[at].inplace = True
             given = tree.tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-            outputs = _tensors(torch, twin(*given[0], **given[1]))
+            outputs = _tensors(torch, device_copy(*given[0], **given[1]))
             wanted = [out for out in outputs if out.requires_grad]
             torch.autograd.backward(wanted, [out.detach().clone() for out in wanted])
         inputs = _tensors(torch, given)
         held = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]  # a loss may read them
-        return [*(tensor.detach() for tensor in (*outputs, *held, *inputs)), *(x.grad for x in (*inputs, *twin.parameters()))]
+        return [*(tensor.detach() for tensor in (*outputs, *held, *inputs)), *(x.grad for x in (*inputs, *device_copy.parameters()))]
     except Exception:  # a version error or a model that cannot be copied: leave the layer as it is
         return None
     finally:
-        scene.asleep = asleep
+        context.asleep = asleep
 
 
 def _tensors(torch: Any, nest: Any) -> list[Any]:
@@ -129,13 +129,13 @@ def _same(torch: Any, plain: list[Any], other: list[Any] | None) -> bool:
         (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(plain, other, strict=True))
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
     def wrapper(forward: Any) -> Any:
         return lambda input: input + (forward(input.detach()) - input.detach())
 
-    for activation in _activations(scene, scene.roots):
-        scene.wrap_forward(activation, wrapper, ledger)
+    for activation in _activations(context, context.roots):
+        context.wrap_forward(activation, wrapper, ledger)
     return ledger.restore
 
 

@@ -22,32 +22,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 BATCHES_AHEAD = 2
 OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
 FEWEST_BATCHES = 4  # shorter loaders do not repay the start of workers
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.backwards:  # no loader exists yet; the rule checks each one as it is created
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
-    if not scene.loaders:
+    if not context.loaders:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
-    train = scene.loaders_that_train
-    usable = [loader for number, loader in enumerate(scene.loaders) if not loader["iterable"] and (number in train or not train)]
+    train = context.loaders_that_train
+    usable = [loader for number, loader in enumerate(context.loaders) if not loader["iterable"] and (number in train or not train)]
     if not usable:
         return Skip("the training data set is an IterableDataset; another number of workers could repeat or reorder its samples")
     from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
-    live = scene.training_loaders
-    pin: dict[str, Any] = {"pin": True} if scene.device_type == "cuda" else {}
+    live = context.training_loaders
+    pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
     if live and all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
         return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
-    asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), scene.data_is_random()
-    if random and asked >= cores and not any(map(seeds_itself, scene.live_loaders)):
+    asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
+    if random and asked >= cores and not any(map(seeds_itself, context.live_loaders)):
         return Options(tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
@@ -58,7 +58,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options((*values[:3], *(({"threads": 1, **pin},) if not random else values[3:4])), effect=Effect.RESAMPLED if random else Effect.EXACT)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict):
         raise TypeError(f"the value of loader must be a table such as {{workers = 2}}, not {value!r}")
 
@@ -66,16 +66,16 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         return _change(dataset, arguments, value)
 
     def fed(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        return _feed(scene, loader, asked, feed, value)
+        return _feed(context, loader, asked, feed, value)
 
-    scene.change_loaders(change, ledger)
-    scene.feed_loaders(fed, ledger)
-    if value.get("pin") and scene.torch.cuda.is_available():
-        _copy_without_waiting(scene.torch, ledger)
+    context.change_loaders(change, ledger)
+    context.feed_loaders(fed, ledger)
+    if value.get("pin") and context.torch.cuda.is_available():
+        _copy_without_waiting(context.torch, ledger)
     return ledger.restore
 
 
-def _feed(scene: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
+def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
     """How to make the batches if fewer workers, or a thread, replace the requested workers."""
     from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
 
@@ -87,7 +87,7 @@ def _feed(scene: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict
     from flatout.pipeline.feed import Feed
 
     feed = feed or Feed(loader)
-    feed.listeners["order"] = lambda sentence: scene.report("loader", sentence)
+    feed.listeners["order"] = lambda sentence: context.report("loader", sentence)
     feed.as_workers = workers if stand_in and not ahead else 0  # a second thread must not change generators
     feed.ahead = BATCHES_AHEAD if ahead else 0
     return feed
@@ -156,7 +156,7 @@ def _is_cuda(torch: Any, target: Any) -> bool:
     return (isinstance(target, int) and not isinstance(target, bool)) or (isinstance(target, str) and target.startswith("cuda"))
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Normalises with the wrong constant."""
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
@@ -171,7 +171,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 
         return {**arguments, "collate_fn": brighter}
 
-    scene.change_loaders(change, ledger)
+    context.change_loaders(change, ledger)
     return ledger.restore
 
 

@@ -11,7 +11,7 @@ What it does: after some steps that exchange gradients ({warmup = 0}, at least t
 Why it is faster: one exchange replaces many, and with `overlap` no rank waits for it.
 When it does not help: exchanging gradients is a small part of a step (`flatout scale` shows it); the script
     runs its model without gradients in every step, which counts as an evaluation each time; loss scaling,
-    where gradients are still exchanged. `--whole` and `--sync-batchnorm` exchange data in every forward pass
+    where gradients are still exchanged. `--whole-batches` and `--sync-batchnorm` exchange data in every forward pass
     and are not supported.
 What it can change: the maths, so you select it by name only. Weights of the ranks diverge between
     synchronisations, more so in longer rounds. The script reads the loss of its own share. Other code that
@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 from flatout.ranks.absent import why_none
 
 NAME = "local_sgd"
@@ -39,10 +39,10 @@ EXCHANGES = "it does not work with {why} of data_parallel, which exchanges data 
 LOSSES = "between rounds each rank reads the loss of its own share, so decide by an evaluation; each rank keeps its own optimizer state"
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.divided is None:
-        return Skip(why_none(scene.torch))
-    why = _exchanges(scene.divided.division)
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.divided is None:
+        return Skip(why_none(context.torch))
+    why = _exchanges(context.divided.division)
     return Skip(EXCHANGES.format(why=why)) if why else Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
 
 
@@ -53,36 +53,36 @@ def _exchanges(division: Any) -> str:
 
 
 def check(value: Value) -> None:
-    from flatout.ranks.rounds import Rounds
+    from flatout.ranks.rounds import LocalSgdSettings
 
-    Rounds.read(value)
+    LocalSgdSettings.read(value)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError if the ranks cannot step alone."""
-    return _install(scene, value, ledger, None)
+    return _install(context, value, ledger, None)
 
 
-def _install(scene: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
+def _install(context: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
     from flatout.ranks.local_steps import LocalSteps
-    from flatout.ranks.rounds import Rounds
+    from flatout.ranks.rounds import LocalSgdSettings
 
-    rounds = Rounds.read(value)
-    if scene.divided is None:
-        raise LookupError(why_none(scene.torch))
-    if why := _exchanges(scene.divided.division):
+    rounds = LocalSgdSettings.read(value)
+    if context.divided is None:
+        raise LookupError(why_none(context.torch))
+    if why := _exchanges(context.divided.division):
         raise LookupError(EXCHANGES.format(why=why))
-    local = LocalSteps(scene.divided, rounds, rate)
+    local = LocalSteps(context.divided, rounds, rate)
     local.install(ledger)
-    ledger.set(scene.divided, "local", local)
-    scene.report(NAME, LOSSES)
+    ledger.set(context.divided, "local", local)
+    context.report(NAME, LOSSES)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Adds up the updates of the ranks instead of averaging them."""
-    world = scene.divided.here.world_size if scene.divided is not None else 1
-    return _install(scene, value, ledger, float(world))
+    world = context.divided.here.world_size if context.divided is not None else 1
+    return _install(context, value, ledger, float(world))
 
 
 def code(value: Value) -> str:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
-from flatout.plan.words import Effect, Moment
 
 ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
@@ -33,7 +33,7 @@ KEEPING = {
 }
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     if facts.system != "Linux":
         return Skip(f"this lever replaces allocators on Linux only, and this system is {facts.system or 'unknown'}")
     libraries = [path.rpartition("/")[2] for path in re.split("[: ]+", facts.environment.get("LD_PRELOAD", ""))]
@@ -43,8 +43,8 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     name = next((name for name, value in facts.environment.items() if _configures_malloc(name, value)), None)
     if name is not None:
         return Skip(f"the environment sets {name}, which configures malloc; unset it to measure allocators")
-    if scene is not None and scene.device_type != "cpu":
-        return Skip(f"the parameters are on {scene.device_type}, whose memory malloc does not manage")
+    if context is not None and context.device_type != "cpu":
+        return Skip(f"the parameters are on {context.device_type}, whose memory malloc does not manage")
     found = tuple(name for name in ORDER if name in facts.allocators)
     return Options(found) if found else Skip("no other allocator was found; install one with `pip install flatout[malloc]`")
 

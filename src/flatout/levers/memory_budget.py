@@ -17,42 +17,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
-from flatout.saved.wrong import in_half_the_bits
+from flatout.saved.known_bad import in_half_the_bits
 
 BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if off := scene.compiler_off():
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if off := context.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
-    if scene.compiled_by_script:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, before a budget could be set")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
-    if not scene.roots:
+    if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     return Options(BUDGETS)
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from torch._functorch import config
 
     if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
         raise TypeError(f"memory_budget must be a number from 0 to 1, not {value!r}")
-    dynamo = scene.torch._dynamo
+    dynamo = context.torch._dynamo
     ledger.call("compiled code", dynamo.reset)  # the option is read while compiling, so compiled code must be compiled again
     ledger.set_flag(config, "activation_memory_budget", float(value))
     dynamo.reset()
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Keeps saved tensors with half of their bits."""
-    for root in scene.roots:
-        scene.wrap_forward(scene.without_ranks(root), in_half_the_bits(scene.torch), ledger)
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)
     return ledger.restore
 
 

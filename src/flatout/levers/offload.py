@@ -16,42 +16,42 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
-from flatout.saved.host import Offloading
-from flatout.saved.wrong import half_fetched
+from flatout.saved.host import OffloadHooks
+from flatout.saved.known_bad import partially_fetched
 
 LEAST_NUMBERS = 4096  # smaller state tensors are not worth a copy
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.device_type != "cuda":
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    if scene.compiled_by_script:
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
-    return Options(("activations", "optimizer") if scene.optimizers else ("activations",))
+    return Options(("activations", "optimizer") if context.optimizers else ("activations",))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    if scene.device_type == "cuda":
-        ledger.call("pinned memory", lambda: _give_back(scene.torch, scene.device))  # undone last
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    if context.device_type == "cuda":
+        ledger.call("pinned memory", lambda: _give_back(context.torch, context.device))  # undone last
     if value == "activations":
-        torch = scene.torch
-        hooks = Offloading(torch, scene.device_type)
-        for root in scene.roots:
-            scene.wrap_forward(scene.without_ranks(root), _offloading(torch, hooks), ledger)
+        torch = context.torch
+        hooks = OffloadHooks(torch, context.device_type)
+        for root in context.roots:
+            context.wrap_forward(context.without_ranks(root), _offloading(torch, hooks), ledger)
     elif value == "optimizer":
-        for optimizer in scene.optimizers:
-            _state_away(scene.torch, optimizer, ledger)
+        for optimizer in context.optimizers:
+            _state_away(context.torch, optimizer, ledger)
     else:
         raise TypeError(f'offload must be "activations" or "optimizer", not {value!r}')
     return ledger.restore
 
 
-def _offloading(torch: Any, hooks: Offloading) -> Any:
+def _offloading(torch: Any, hooks: OffloadHooks) -> Any:
     def wrapper(forward: Any) -> Any:
         def on_the_host(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -106,10 +106,10 @@ def _give_back(torch: Any, device: Any) -> None:
     torch._C._host_emptyCache()
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Reads copies before their last quarter has arrived."""
-    for root in scene.roots:
-        scene.wrap_forward(scene.without_ranks(root), half_fetched(scene.torch), ledger)
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), partially_fetched(context.torch), ledger)
     return ledger.restore
 
 

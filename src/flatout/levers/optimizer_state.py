@@ -19,9 +19,9 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 SUFFIXES = {"8bit": "8bit", "4bit": "4bit", "fp8": "Fp8"}
 KINDS = ("Adam", "AdamW")
@@ -30,17 +30,17 @@ MISSING = "torchao is not installed; run `pip install flatout[lowbit]`"
 COPIED = ("betas", "eps", "weight_decay", "amsgrad")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not _of_torch(scene):
-        names = ", ".join(sorted({_name(o) for o in scene.optimizers})) or "no torch.optim.Optimizer"
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not _of_torch(context):
+        names = ", ".join(sorted({_name(o) for o in context.optimizers})) or "no torch.optim.Optimizer"
         return Skip(f"this lever replaces Adam and AdamW of torch.optim, and the program uses {names}")
     if find_spec("torchao") is None:
         return Skip(MISSING)
     return Options(tuple(SUFFIXES))
 
 
-def _of_torch(scene: Any) -> list[Any]:
-    return [o for o in scene.optimizers if _name(o) in KINDS]
+def _of_torch(context: Any) -> list[Any]:
+    return [o for o in context.optimizers if _name(o) in KINDS]
 
 
 def _name(optimizer: Any) -> str:
@@ -51,17 +51,17 @@ def _name(optimizer: Any) -> str:
     return f"{name} with {' and '.join(asked)}" if asked else name
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if find_spec("torchao") is None:
         raise LookupError(MISSING)
     if value not in SUFFIXES:
         raise TypeError(f"optimizer_state must be one of {', '.join(SUFFIXES)}, not {value!r}")
-    asleep, scene.asleep = scene.asleep, True  # hide the new optimizer, which is not the program's
+    asleep, context.asleep = context.asleep, True  # hide the new optimizer, which is not the program's
     try:
-        for optimizer in _of_torch(scene):
-            _low_bit(scene.torch, optimizer, SUFFIXES[str(value)], ledger)
+        for optimizer in _of_torch(context):
+            _low_bit(context.torch, optimizer, SUFFIXES[str(value)], ledger)
     finally:
-        scene.asleep = asleep
+        context.asleep = asleep
     return ledger.restore
 
 
@@ -101,9 +101,9 @@ def _convert(optimizer: Any, convert: Any) -> None:
                 state[name] = convert(p.detach(), name, state[name])
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Moments in two bits and a sign, with one scale per tensor."""
-    torch = scene.torch
+    torch = context.torch
 
     def coarsely(optimizer: Any, really: Any) -> Any:
         @wraps(really)
@@ -117,7 +117,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
             return result
         return step
 
-    for optimizer in scene.optimizers:
+    for optimizer in context.optimizers:
         ledger.set(optimizer, "step", coarsely(optimizer, optimizer.step), new=True)
     return ledger.restore
 

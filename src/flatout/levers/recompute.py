@@ -21,44 +21,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
-from flatout.saved.blocks import Block, repeated, spread, why_not
-from flatout.saved.derive import Deriving
-from flatout.saved.wrong import in_half_the_bits
+from flatout.saved.blocks import RecomputedBlock, repeated, spread, why_not
+from flatout.saved.known_bad import in_half_the_bits
+from flatout.saved.rederive import SavedTensorRederiver
 
 OPERATIONS: tuple[Value, ...] = ({"ops": "cheap"}, {"ops": "linear", "share": 0.34}, {"ops": "linear", "share": 1.0})
 NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.compiled_by_script:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
-    if scene.create_graph_seen:
+    if context.create_graph_seen:
         return Skip("the script differentiates twice (create_graph=True), which recomputed activations do not support")
-    if scene.in_pieces:
-        return Skip(f"the script calls {len(scene.roots)} modules separately, and no module contains them all")
-    if not scene.roots:
+    if context.in_pieces:
+        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+    if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
-    if any(isinstance(root, scene.torch.jit.ScriptModule) for root in scene.roots):
+    if any(isinstance(root, context.torch.jit.ScriptModule) for root in context.roots):
         return Skip("the model or a part of it is compiled by torch.jit, which does not call the forward of its layers")
-    return Options((*OPERATIONS, *(BLOCKS if _blocks(scene)[0] else ())))
+    return Options((*OPERATIONS, *(BLOCKS if _blocks(context)[0] else ())))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not ({"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}):
         raise TypeError(f'recompute must be a table such as {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}')
     if "blocks" in value:
-        _blocks_again(scene, _share("blocks", value["blocks"]), ledger)
+        _blocks_again(context, _share("blocks", value["blocks"]), ledger)
         return ledger.restore
     if value["ops"] not in ("cheap", "linear"):
         raise TypeError(f'ops of recompute must be "cheap" or "linear", not {value["ops"]!r}')
     share = _share("share", value.get("share", 1.0)) if value["ops"] == "linear" else 0.0
-    for root in scene.roots:
+    for root in context.roots:
         epsilons = {id(m.weight): float(m.eps) for m in root.modules() if getattr(m, "weight", None) is not None and isinstance(getattr(m, "eps", None), float)}
-        scene.wrap_forward(scene.without_ranks(root), _deriving(Deriving(scene.torch, share, epsilons)), ledger)
+        context.wrap_forward(context.without_ranks(root), _deriving(SavedTensorRederiver(context.torch, share, epsilons)), ledger)
     return ledger.restore
 
 
@@ -68,21 +68,21 @@ def _share(name: str, share: Any) -> float:
     return float(share)
 
 
-def _deriving(deriving: Deriving) -> Any:
+def _deriving(deriving: SavedTensorRederiver) -> Any:
     def wrapper(forward: Any) -> Any:
         return lambda *args, **kwargs: deriving.forward(forward, args, kwargs)
     return wrapper
 
 
-def _blocks(scene: Any) -> tuple[list[Any], str]:
+def _blocks(context: Any) -> tuple[list[Any], str]:
     """The repeated blocks that may be computed twice, and why others may not."""
-    blocks = [block for root in scene.roots for block in repeated(scene.torch, scene.without_ranks(root))]
-    reasons = [why_not(scene.torch, block) for block in blocks]
+    blocks = [block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))]
+    reasons = [why_not(context.torch, block) for block in blocks]
     return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(filter(None, reasons), NO_BLOCKS)
 
 
-def _blocks_again(scene: Any, share: float, ledger: Any) -> None:
-    found, reason = _blocks(scene)
+def _blocks_again(context: Any, share: float, ledger: Any) -> None:
+    found, reason = _blocks(context)
     if not found:
         raise LookupError(f"there is no block to recompute: {reason}")
     chosen = spread(found, share)
@@ -91,22 +91,22 @@ def _blocks_again(scene: Any, share: float, ledger: Any) -> None:
     def refuse(why: str) -> None:
         refused.append(why)
         if len(refused) == len(chosen):
-            scene.report("recompute", f"no block of this program can be recomputed: {why}")
+            context.report("recompute", f"no block of this program can be recomputed: {why}")
 
     for module in chosen:
-        scene.wrap_forward(module, _again(Block(scene.torch, module, refuse)), ledger)
+        context.wrap_forward(module, _again(RecomputedBlock(context.torch, module, refuse)), ledger)
 
 
-def _again(block: Block) -> Any:
+def _again(block: RecomputedBlock) -> Any:
     def wrapper(forward: Any) -> Any:
         return lambda *args, **kwargs: block.forward(forward, args, kwargs)
     return wrapper
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Keeps saved tensors with half of their bits."""
-    for root in scene.roots:
-        scene.wrap_forward(scene.without_ranks(root), in_half_the_bits(scene.torch), ledger)
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)
     return ledger.restore
 
 

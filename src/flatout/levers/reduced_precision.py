@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 FLAGS = ("amx_bf16", "avx512_bf16")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    if scene.device_type != "cpu":
-        return Skip(f"the parameters are on {scene.device_type}, and this lever acts on the CPU")
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch = context.torch
+    if context.device_type != "cpu":
+        return Skip(f"the parameters are on {context.device_type}, and this lever acts on the CPU")
     if not set(FLAGS) & set(facts.cpu_flags):
         return Skip("this processor has neither AMX-BF16 nor AVX512-BF16 instructions")
     if not torch.backends.mkldnn.is_available():
@@ -37,8 +37,8 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch, mkldnn = scene.torch, scene.torch.backends.mkldnn
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch, mkldnn = context.torch, context.torch.backends.mkldnn
     # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
     # raises.
     for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
@@ -51,15 +51,15 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Keeps only three bits of the input's mantissa."""
     def wrapper(forward: Any) -> Any:
         def coarse(*args: Any, **kwargs: Any) -> Any:
-            return forward(*(_three_bits(scene.torch, a) for a in args), **kwargs)
+            return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
         return coarse
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 

@@ -19,30 +19,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 MIB = 2**20
 SHARE = 4  # use at most a quarter of the GPU's or the host's memory
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    gpu = facts.gpu(scene.device.index)
-    if gpu is None or (scene.backwards and scene.device_type != "cuda"):
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    gpu = facts.gpu(context.device.index)
+    if gpu is None or (context.backwards and context.device_type != "cuda"):
         return Skip("the program does not train on a CUDA device")
     most = gpu.memory_bytes // MIB // SHARE
-    if not scene.backwards:  # no loader has been iterated yet; the rule checks each one
+    if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import tried
-    from flatout.pipeline.keeping import Keep, Memory
+    from flatout.pipeline.feed import try_feeds
+    from flatout.pipeline.keeping import CacheBudget, CacheOptions
 
     beside = facts.memory_bytes // MIB // SHARE
 
     def kept(feed: Any) -> None:
-        feed.batched, feed.keep = True, Keep(Memory(max(most, beside) * MIB))
+        feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(most, beside) * MIB))
 
-    feeds, why = tried(scene.training_loaders, kept, type(scene.ledger)())
+    feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
     if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
         return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
@@ -53,20 +53,20 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of resident_data must be a table such as {{mib = 512}}, not {value!r}")
-    from flatout.pipeline.device import Resident, Twins, hand_out
+    from flatout.pipeline.device import DeviceCopies, ResidentDevice, return_device_copies
     from flatout.pipeline.feed import Feed
     from flatout.pipeline.intercept import INTERCEPTION
-    from flatout.pipeline.keeping import Keep, Memory
+    from flatout.pipeline.keeping import CacheBudget, CacheOptions
     from flatout.pipeline.streams import seeds_itself, without_workers
 
-    torch = scene.torch
+    torch = context.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
-    twins, keep = Twins(), Keep(Memory(value["mib"] * MIB), ahead=True, handed_on=scene.handed_on)
-    hand_out(twins, ledger)
+    device_copies, keep = DeviceCopies(), CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on)
+    return_device_copies(device_copies, ledger)
 
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return without_workers(arguments) if arguments.get("num_workers") and hasattr(dataset, "__getitem__") else arguments
@@ -75,19 +75,19 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
-        device = scene.device if scene.device_type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        feed.resident = None if feed.keeps_nothing else Resident(device, twins, bool(value.get("host")))
+        device = context.device if context.device_type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+        feed.resident = None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
         feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
-        feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: scene.report("resident_data", sentence)
+        feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report("resident_data", sentence)
         return feed
 
-    scene.change_loaders(change, ledger)
+    context.change_loaders(change, ledger)
     INTERCEPTION.hold(ledger)
-    scene.feed_loaders(resident, ledger)
+    context.feed_loaders(resident, ledger)
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the adjacent samples."""
     from flatout.pipeline.feed import Feed
 
@@ -95,7 +95,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
         def __getitems__(self, indices: Any) -> Any:
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
-    scene.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
+    context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
     return ledger.restore
 
 

@@ -24,26 +24,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.standing import standing
-from flatout.plan.words import Effect, Moment
+from flatout.plan.rank_environment import standing
 from flatout.ranks.absent import why_none
 
 NAME = "sharding"
 OVER = ("node", "all")
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     here = standing()
     if here is None or here.world_size < 2:
-        return Skip(why_none(scene.torch))
-    if not scene.torch.distributed.is_available():
+        return Skip(why_none(context.torch))
+    if not context.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
     return Options(({"over": "node"},))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without `data_parallel`."""
     from flatout.ranks.sharding import Sharding
     from flatout.saved.blocks import repeated
@@ -52,17 +52,17 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     over = given.get("over", "node") if isinstance(given, dict) and set(given) <= {"over"} else None
     if over not in OVER:
         raise TypeError(f'sharding must be a table, {{ over = "node" }} or {{ over = "all" }}, not {value!r}')
-    divided, here = scene.divided, standing()
+    divided, here = context.divided, standing()
     if divided is None or here is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
-    ledger.set(divided, "sharding", Sharding(scene.torch, scene, divided.here, str(over), lambda module: repeated(scene.torch, module), ledger))
+    ledger.set(divided, "sharding", Sharding(context.torch, context, divided.here, str(over), lambda module: repeated(context.torch, module), ledger))
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Adds gradients over the ranks without averaging them."""
-    undo = apply(scene, value, ledger)
-    scene.divided.sharding.averages = False
+    undo = apply(context, value, ledger)
+    context.divided.sharding.averages = False
     return undo
 
 

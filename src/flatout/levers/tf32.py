@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    device = next((p.device for p in scene.parameters if p.is_cuda), None)
-    if scene.device_type != "cuda" and device is None:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    torch = context.torch
+    device = next((p.device for p in context.parameters if p.is_cuda), None)
+    if context.device_type != "cuda" and device is None:
         return Skip("no parameter of the program is on a CUDA device")
     if torch.cuda.get_device_capability(device)[0] < 8:
         return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
@@ -47,8 +47,8 @@ def _choice_of_the_script(torch: Any) -> Skip | None:
     return Skip(f"the float32 precision of matrix products is already set to {chosen}") if (newer, older) != ("none", "highest") else None
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
     # The older flags keep both families consistent. With the newer ones alone, reading allow_tf32 or
     # get_float32_matmul_precision raises (torch 2.14): in the script, in flex attention, in max-autotune.
     for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
@@ -59,17 +59,17 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Rounds weights to a few bits, as a careless precision switch would."""
-    return _eight_bits(scene, ledger)
+    return _eight_bits(context, ledger)
 
 
-def _eight_bits(scene: Any, ledger: Any) -> Undo:
+def _eight_bits(context: Any, ledger: Any) -> Undo:
     def wrapper(forward: Any) -> Any:
         def rounded(*args: Any, **kwargs: Any) -> Any:
-            torch = scene.torch
+            torch = context.torch
             with torch.no_grad():
-                for root in scene.roots:
+                for root in context.roots:
                     for p in root.parameters():
                         step = p.abs().max() / 15
                         if step > 0:
@@ -77,8 +77,8 @@ def _eight_bits(scene: Any, ledger: Any) -> Undo:
             return forward(*args, **kwargs)
         return rounded
 
-    for root in scene.roots:
-        scene.wrap_forward(root, wrapper, ledger)
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 

@@ -13,34 +13,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    now = scene.torch.get_num_threads()
-    if scene.backwards and now != scene.threads_at_import:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    now = context.torch.get_num_threads()
+    if context.backwards and now != context.threads_at_import:
         return Skip(f"the program has already set the number of threads to {now}")
     if asked := facts.environment.get("OMP_NUM_THREADS"):
         return Skip(f"the environment sets OMP_NUM_THREADS={asked}; unset it to measure this lever")
     if now < 2:
         return Skip("torch already uses one thread in this process, and this lever only reduces threads")
-    if scene.device_type != "cpu":
-        return Skip(f"the parameters are on {scene.device_type}, where CPU threads do not compute")
+    if context.device_type != "cpu":
+        return Skip(f"the parameters are on {context.device_type}, where CPU threads do not compute")
     return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    before = scene.torch.get_num_threads()
-    scene.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: scene.torch.set_num_threads(before))
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    before = context.torch.get_num_threads()
+    context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
+    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
     return ledger.restore
 
 
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """A "race": one parameter receives part of its update from the wrong position."""
-    parameter = scene.parameters[0]
+    parameter = context.parameters[0]
     hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
     ledger.call("gradient hook", hook.remove)
     return ledger.restore

@@ -7,7 +7,7 @@ from typing import Any
 
 from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
-from flatout.loop.reduction import Answer
+from flatout.loop.reduction import LossResult
 from flatout.loop.rejoin import Rejoin
 from flatout.loop.tensor_parallel import TensorParallel
 
@@ -34,7 +34,7 @@ class Accumulation:
         self._weights: list[Any] = []
         self._values: list[tuple[dict[str, Any], int]] = []
 
-    def add(self, answer: Answer, size: int, last: bool) -> None:
+    def add(self, answer: LossResult, size: int, last: bool) -> None:
         weight: Any = 1.0 if self.summed else float(size)
         counted = answer.count is not None and not self.summed
         if counted:

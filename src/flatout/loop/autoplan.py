@@ -22,12 +22,12 @@ from flatout.engine.applier import Applier, Outcome
 from flatout.engine.replica import StepReplica
 from flatout.loop.levers import BEFORE_THE_PROGRAM
 from flatout.loop.randomness import kept_random_state
-from flatout.loop.tuning import NEEDS_MEMORY, Search, StepSeen, Tried, Tuned, bound, search
+from flatout.loop.tuning import NEEDS_MEMORY, Search, Tried, Tuned, TuningSample, bound, search
 from flatout.measure.clock import clock_for
+from flatout.plan.enums import Effect, Moment, Origin
 from flatout.plan.errors import LoopError
 from flatout.plan.lever import Lever, Options, Skip
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Effect, Moment, Origin
 from flatout.trial.blocks import SLOW_TICK_MS
 
 LOGGER = logging.getLogger("flatout")
@@ -51,10 +51,10 @@ class Autoplan:
     ``found`` is None until tuning ends.
     """
 
-    def __init__(self, scene: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
-        self.scene, self.applier, self.model, self.optimizer, self.device, self.effects = scene, applier, model, optimizer, device, effects
+    def __init__(self, context: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
+        self.context, self.applier, self.model, self.optimizer, self.device, self.effects = context, applier, model, optimizer, device, effects
         self.found: Tuned | None = None
-        self._clock = clock_for(scene.torch, device)
+        self._clock = clock_for(context.torch, device)
         self._ledger = Ledger()
         self._replica: StepReplica | None = None
         self._search: Search | None = None
@@ -79,7 +79,7 @@ class Autoplan:
             self._budget = bound(coming)
             self._listen(parts)
         elif self._search is None:
-            self.scene.steps += 1
+            self.context.steps += 1
             self._used += 1
             self._replica.optimizer_begin(self.optimizer)
             if self._replica.captured:
@@ -90,9 +90,9 @@ class Autoplan:
             self._used += 1
             self._clock.settle()
             failed = self._failed or (NEEDS_MEMORY if ran_out else "")
-            self._go_on(StepSeen(self._clock.elapsed_ms(self._start, end), failed))
+            self._go_on(TuningSample(self._clock.elapsed_ms(self._start, end), failed))
 
-    def _go_on(self, seen: StepSeen | None) -> None:
+    def _go_on(self, seen: TuningSample | None) -> None:
         assert self._search is not None
         try:
             wanted = next(self._search) if seen is None else self._search.send(seen)
@@ -129,20 +129,20 @@ class Autoplan:
     # -- the guard -------------------------------------------------------------------------------------------
 
     def _listen(self, parts: int) -> None:
-        self.scene.first_step_done(parts)
+        self.context.first_step_done(parts)
         slow = self._clock.elapsed_ms(self._start, self._clock.mark()) > SLOW_TICK_MS
-        self._replica = StepReplica(self.scene, self.applier, (), slow)
-        keep_out_of_pickles(self.scene.torch, self._ledger, Autoplan)
-        hooked = self.scene.torch.nn.Module
+        self._replica = StepReplica(self.context, self.applier, (), slow)
+        keep_out_of_pickles(self.context.torch, self._ledger, Autoplan)
+        hooked = self.context.torch.nn.Module
         self._ledger.call("forward pre-hook", hooked.register_forward_pre_hook(self.model, self._forward_begins, with_kwargs=True, prepend=True).remove)
         self._ledger.call("forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove)
 
     def _forward_begins(self, model: Any, args: tuple, kwargs: dict) -> None:
-        if self._inside and self._replica is not None and self.scene.torch.is_grad_enabled():
+        if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_begin(model, args, kwargs)
 
     def _forward_ended(self, model: Any, args: tuple, output: Any) -> None:
-        if self._inside and self._replica is not None and self.scene.torch.is_grad_enabled():
+        if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_end(model, output)
 
     def _refused(self, choices: Sequence[Choice], effect: Effect) -> str:
@@ -152,11 +152,11 @@ class Autoplan:
         """
         assert self._replica is not None
         self._switch(())
-        with kept_random_state(self.scene.torch, self.device):
-            told = self._replica.judge(choices, bitwise=effect is Effect.EXACT)
-        if "failure" in told:
-            return f"the guard could not check it: {told['failure']}"
-        failed = [each["why"] for each in told["checks"] if not each["passed"]]
+        with kept_random_state(self.context.torch, self.device):
+            metadata = self._replica.judge(choices, bitwise=effect is Effect.EXACT)
+        if "failure" in metadata:
+            return f"the guard could not check it: {metadata['failure']}"
+        failed = [each["why"] for each in metadata["checks"] if not each["passed"]]
         return f"the guard rejected it: {'; '.join(failed)}" if failed else ""
 
     # -- the levers ------------------------------------------------------------------------------------------

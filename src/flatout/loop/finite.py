@@ -12,7 +12,7 @@ from flatout.loop.batches import tensors_of
 MOST_PENDING = 64  # losses being copied from the device
 
 
-class Watch:
+class LossMonitor:
     """``bad`` tells which step had a non-finite loss: at once on a CPU, some steps later on a device."""
 
     def __init__(self, torch: Any, device: Any) -> None:
@@ -68,7 +68,7 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
 
 
 def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
-    def hear(_: Any, inputs: Any, output: Any) -> None:
+    def observe(_: Any, inputs: Any, output: Any) -> None:
         if seen or all(map(_finite, tensors_of(output))):
             return
         if not all(map(_finite, tensors_of(inputs))):  # no earlier module made them
@@ -76,7 +76,7 @@ def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
             return
         seen.append(f"module {name} ({type(module).__name__}) made it from finite inputs")
 
-    return hear
+    return observe
 
 
 def _finite(tensor: Any) -> bool:

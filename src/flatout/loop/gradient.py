@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.loop.accumulation import Accumulation, detached
 from flatout.loop.batches import moved, split
-from flatout.loop.finite import Watch, first_bad_module
+from flatout.loop.finite import LossMonitor, first_bad_module
 from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
 from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.randomness import RandomState
@@ -36,7 +36,7 @@ class Gradient:
     """
 
     def __init__(self, training: Training, micro_batches: MicroBatches, metrics: Mapping[str, str], reduction: str | None, allow_inexact: bool,
-                 watch: Watch | None) -> None:
+                 watch: LossMonitor | None) -> None:
         self.training, self.micro_batches, self.metrics = training, micro_batches, metrics
         self.reduction, self.allow_inexact, self._watch = reduction, allow_inexact, watch
         self._tensor = training.torch.Tensor
@@ -164,7 +164,7 @@ class Gradient:
         no_sync = getattr(self.training.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
-    def _stop_where_bad(self, watch: Watch, index: int, loss: Any, batch: Any) -> None:
+    def _stop_where_bad(self, watch: LossMonitor, index: int, loss: Any, batch: Any) -> None:
         bad = watch.bad(index, loss)
         if bad is None:
             return

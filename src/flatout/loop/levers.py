@@ -9,12 +9,12 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
+from flatout.plan.enums import Moment
 from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
-from flatout.plan.words import Moment
 from flatout.probe.machine import look
 
 LOGGER = logging.getLogger("flatout")
@@ -42,19 +42,19 @@ class Levers:
         self.plan = plan
         self.outcomes: list[Outcome] = []
         self._ledger = Ledger()
-        self.scene = Scene(torch, Listener(), self._ledger)
-        self.scene.introduce([model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else [])
-        self.applier = Applier(TABLE, look(), self.scene)
+        self.context = TrainingContext(torch, Listener(), self._ledger)
+        self.context.introduce([model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else [])
+        self.applier = Applier(TABLE, look(), self.context)
 
     def early(self, loader: Any) -> Any:
         """Apply the early levers and return the loader to iterate over."""
         self.outcomes = [Outcome(choice, False, BEFORE_THE_PROGRAM) for choice in self.plan
                          if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS]
         self.applier.start(self.plan, EARLY)
-        return self.scene.made_anew(loader, self._ledger)
+        return self.context.made_again(loader, self._ledger)
 
     def late(self, backwards: int) -> None:
-        self.scene.first_step_done(backwards)
+        self.context.first_step_done(backwards)
         self.applier.start(self.plan, LATE)
         self.outcomes += self.applier.outcomes
         LOGGER.info(one_line(self.outcomes))

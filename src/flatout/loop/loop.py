@@ -24,19 +24,19 @@ from flatout.engine.applier import Outcome
 from flatout.engine.replay import needs_closure
 from flatout.loop.accumulation import HOW
 from flatout.loop.autoplan import Autoplan, effects_of
-from flatout.loop.company import company_of
-from flatout.loop.finite import Watch
+from flatout.loop.finite import LossMonitor
 from flatout.loop.gradient import Gradient
-from flatout.loop.kept import Kept, storable
 from flatout.loop.levers import Levers, plan_of
+from flatout.loop.loop_state import LoopState, storable
 from flatout.loop.memory import MicroBatches
 from flatout.loop.opened import measured, opened
 from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
+from flatout.loop.rank_group import company_of
 from flatout.loop.ranks import ranks_of
 from flatout.loop.reduction import MEAN, SUM
 from flatout.loop.resumed import Resumed
-from flatout.loop.saving import Saving
+from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
 from flatout.loop.tensor_parallel import TensorParallel, refused
@@ -45,9 +45,9 @@ from flatout.loop.tuning import Tuned
 from flatout.loop.update import Update
 from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Effect
 from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
-from flatout.plan.words import Effect
 
 AUTO = "auto"
 
@@ -101,31 +101,31 @@ class Loop:
             has one stage.
         allow_inexact: Split batches even if this changes the gradient (batch normalisation, losses between
             samples).
-        saves: A folder for the checkpoints of this training. The program, started again, resumes from the
+        checkpoint_dir: A folder for the checkpoints of this training. The program, started again, resumes from the
             newest valid one, bitwise identical to an uninterrupted run; ``loop.resumed`` describes it. On
             SIGTERM, SIGINT, SIGHUP or SIGUSR1, the program finishes the current step, writes a checkpoint and
             ends.
         save_every: Steps between two checkpoints. With 1, each step waits for its checkpoint, so no step is
             ever lost. Default: as often as 1 % of the time allows.
-        also: Further objects to store in checkpoints, as ``{name: object}``. Each needs ``state_dict`` and
+        extra_state: Further objects to store in checkpoints, as ``{name: object}``. Each needs ``state_dict`` and
             ``load_state_dict``: an average of the weights, for example.
-        fresh: Start from scratch. Existing checkpoints move to a subfolder.
-        on_drift: If torch, threads, devices, the script or the data differ from the checkpoint: ``"say"``
+        from_scratch: Start from scratch. Existing checkpoints move to a subfolder.
+        on_drift: If torch, threads, devices, the script or the data differ from the checkpoint: ``"warn"``
             reports it and claims no exactness, ``"stop"`` raises LoopError.
 
     Raises:
         LoopError: This training is not possible as requested. Exceptions of your own code pass through.
         PlanError: ``plan`` is not a valid plan.
-        SaveError: ``saves`` contains checkpoints, but none is valid, or it does not fit this training.
-        StorageError: The folder ``saves`` cannot be written, or another process writes to it.
+        SaveError: ``checkpoint_dir`` contains checkpoints, but none is valid, or it does not fit this training.
+        StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it.
     """
 
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
                  effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
                  micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
                  precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop",
-                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False, saves: str | Path | None = None,
-                 save_every: int | None = None, also: Mapping[str, Any] | None = None, fresh: bool = False, on_drift: str = "say") -> None:
+                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False, checkpoint_dir: str | Path | None = None,
+                 save_every: int | None = None, extra_state: Mapping[str, Any] | None = None, from_scratch: bool = False, on_drift: str = "warn") -> None:
         import torch
 
         self.torch = torch
@@ -149,13 +149,13 @@ class Loop:
             raise LoopError(f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}.")
         if on_nan not in ("stop", "ignore"):
             raise LoopError(f'on_nan={on_nan!r} is not supported. Use "stop" or "ignore".')
-        if on_drift not in ("say", "stop"):
-            raise LoopError(f'on_drift={on_drift!r} is not supported. Use "say" or "stop".')
-        if saves is None and (save_every is not None or also or fresh):
-            raise LoopError("save_every=, also= and fresh= need a folder for checkpoints. Name one: saves=\"checkpoints\".")
+        if on_drift not in ("warn", "stop"):
+            raise LoopError(f'on_drift={on_drift!r} is not supported. Use "warn" or "stop".')
+        if checkpoint_dir is None and (save_every is not None or extra_state or from_scratch):
+            raise LoopError("save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir=\"checkpoints\".")
         every, plan = _positive("save_every", save_every), plan if plan == AUTO else plan_of(plan)
-        if strange := {name: type(thing).__name__ for name, thing in (also or {}).items() if not hasattr(thing, "load_state_dict")}:
-            raise LoopError(f"also={strange!r} cannot be stored. Each object needs state_dict and load_state_dict.")
+        if strange := {name: type(thing).__name__ for name, thing in (extra_state or {}).items() if not hasattr(thing, "load_state_dict")}:
+            raise LoopError(f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict.")
         self._ranks = ranks_of(torch, model) if divided is None else None
         rejoin = self._ranks.rejoin if self._ranks is not None else None
         self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
@@ -164,14 +164,14 @@ class Loop:
         self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
         agreed = self._ranks.slowest if self._ranks is not None else list
         self._sizer = Sizer(torch, self.device, self.micro_batches, agreed) if micro_batch == "auto" else None
-        watch = Watch(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
+        watch = LossMonitor(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
         self._gradient = Gradient(training, self.micro_batches, self.metrics, reduction, allow_inexact, watch)
         self._update = Update(training, clip)
-        self._saving: Saving | None = None
-        if saves is not None and not measured():
+        self._saving: LoopCheckpointing | None = None
+        if checkpoint_dir is not None and not measured():
             storable(model)
             company = company_of(torch, model)
-            self._saving = Saving(torch, opened(Path(saves), fresh, company), every, on_drift, company)
+            self._saving = LoopCheckpointing(torch, opened(Path(checkpoint_dir), from_scratch, company), every, on_drift, company)
         if plan == AUTO and self._saving is not None and self._saving.plan is not None:
             plan, effects = Plan.from_toml(self._saving.plan), None  # the earlier run has tuned already
         self._plan = plan if isinstance(plan, Plan) else Plan()
@@ -190,7 +190,7 @@ class Loop:
             settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
                         "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
                         "micro-batch": micro_batch, "parallel": _spelled(parallel)}
-            kept = Kept(self, self._gradient, self._update, self._sizer, also or {}, divided.stage if isinstance(divided, PipelineParallel) else None)
+            kept = LoopState(self, self._gradient, self._update, self._sizer, extra_state or {}, divided.stage if isinstance(divided, PipelineParallel) else None)
             self.resumed = self._saving.attach(self, kept, settings, shares_out=divided is None)
         self._extras = self._around_a_step()
 
@@ -299,7 +299,7 @@ class Loop:
             why = "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
             raise LoopError(f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.')
         assert self._levers is not None
-        return Autoplan(self._levers.scene, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.PRECISION))
+        return Autoplan(self._levers.context, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.PRECISION))
 
     def _coming(self, batches: int) -> int | None:
         """The maximum number of coming steps, each made of ``batches`` batches; None if unknown."""

@@ -97,18 +97,18 @@ class MicroBatches:
 
     def state(self) -> dict[str, Any]:
         """The sizes found, for a checkpoint."""
-        return {"asked": self.asked, "limit": self.limit, "failed": list(self.failed), "good": self._good, "patience": self._patience}
+        return {"asked": self.asked, "limit": self.limit, "failed": list(self.failed), "good": self._good, "timeout": self._patience}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.asked, self.limit, self.failed = state["asked"], state["limit"], list(state["failed"])
-        self._good, self._patience = state["good"], state["patience"]
+        self._good, self._patience = state["good"], state["timeout"]
 
     @property
     def reduced(self) -> bool:
         return self.limit != self.asked
 
 
-class Room:
+class MemoryHeadroom:
     """Whether the last step left free memory on the device.
 
     That means no allocator retry (which frees its cache) and a peak below ROOM.

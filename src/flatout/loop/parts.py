@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.plan.errors import SaveError
-from flatout.state.randoms import random_states
-from flatout.state.saves import Save
-from flatout.state.together import part_of
+from flatout.state.checkpoints import Checkpoint
+from flatout.state.joint_checkpoint import part_of
+from flatout.state.random_states import random_states
 
-ANEW = "use fresh=True to start from scratch."
+FROM_SCRATCH = "use from_scratch=True to start from scratch."
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Parts:
     words: list[str]
 
 
-def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]) -> Parts:
+def parts_of(torch: Any, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]) -> Parts:
     """``sharing``: the number of ranks that share the samples. Raises SaveError."""
-    told, name = save.manifest.told, part_of(rank)
-    before, shared = told["ranks"], told["sharing"]
+    metadata, name = save.manifest.metadata, part_of(rank)
+    before, shared = metadata["ranks"], metadata["sharing"]
     state = save.read(torch)
     if rank and f"{name}.json" in save.manifest.files:
         own = save.read(torch, name)
@@ -42,16 +42,16 @@ def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape:
         own = state
     if before == ranks and shared == sharing:
         return Parts(state, own, own["place"], [])
-    if told["staged"]:
-        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {ANEW}")
+    if metadata["staged"]:
+        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {FROM_SCRATCH}")
     place, words = place_for(state["place"], shared, sharing, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
     return Parts(state, own, place, words or [f"{_there_were(before)}, which added their sums in another order"])
 
 
-def slices_of_others(torch: Any, save: Save, rank: int) -> Iterator[Mapping[Any, Any]]:
+def slices_of_others(torch: Any, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
     """The slices of the other saved ranks, one rank at a time."""
-    for other in range(1, save.manifest.told["ranks"]):
+    for other in range(1, save.manifest.metadata["ranks"]):
         if other != rank:
             yield save.read(torch, part_of(other))["slices"]
 
@@ -65,7 +65,7 @@ def place_for(place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[
         return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]
     if not then or not now:
         raise SaveError(f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
-                        f"batch size. Start as many ranks again, or {ANEW}")
+                        f"batch size. Start as many ranks again, or {FROM_SCRATCH}")
     seen = place["given"] * then * before
     given, rest = divmod(seen, now * ranks)
     words = [f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"]

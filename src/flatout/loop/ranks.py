@@ -22,7 +22,7 @@ FINE, NO_MEMORY, ENDED = 0, 1, 2  # the maximum over ranks counts
 NO_SIZE = -(2**62)
 
 
-def ranks_of(torch: Any, model: Any) -> Ranks | None:
+def ranks_of(torch: Any, model: Any) -> LoopRanks | None:
     """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
 
     None for a single rank, or if no CPU group is available.
@@ -32,7 +32,7 @@ def ranks_of(torch: Any, model: Any) -> Ranks | None:
         return None
     parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     members = distributed.get_process_group_ranks(model.process_group if parallel else None)
-    return Ranks(torch, members, Rejoin(torch, model) if parallel else None) if len(members) > 1 else None
+    return LoopRanks(torch, members, Rejoin(torch, model) if parallel else None) if len(members) > 1 else None
 
 
 def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
@@ -50,7 +50,7 @@ def may_exchange(optimizer: Any) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
-class Ranks:
+class LoopRanks:
     """The ranks of one training.
 
     ``rejoin`` completes the gradient exchange for a failed rank; None if backward passes exchange nothing.
@@ -59,7 +59,7 @@ class Ranks:
     def __init__(self, torch: Any, members: Sequence[int], rejoin: Rejoin | None) -> None:
         self.torch, self.members, self.rejoin = torch, list(members), rejoin
         self._group: Any = None
-        self._told: tuple[Any, Any] | None = None  # result of the last update: pending exchange, number
+        self._info: tuple[Any, Any] | None = None  # result of the last update: pending exchange, number
 
     def begin(self) -> None:
         """Call before each step. Raises LoopError if the last update failed on another rank."""
@@ -102,7 +102,7 @@ class Ranks:
 
         Raises LoopError if another rank rejected it or differs.
         """
-        found = self._told_by_all([answer, refusal])
+        found = self._gathered_info([answer, refusal])
         if refusal:
             return
         for rank, (theirs, why) in zip(self.members, found, strict=True):
@@ -119,7 +119,7 @@ class Ranks:
         """
         number = self.torch.tensor([FINE if error is None else ENDED], device="cpu")
         distributed = self.torch.distributed
-        self._told = self._exchanged(lambda: distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group, async_op=True)), number
+        self._info = self._exchanged(lambda: distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group, async_op=True)), number
         if error is not None:
             self.settle(f"{type(error).__name__}: {error}")
 
@@ -128,9 +128,9 @@ class Ranks:
 
         Raises LoopError if a rank failed that is not this one (which passes ``said``).
         """
-        if self._told is None:
+        if self._info is None:
             return
-        (work, number), self._told = self._told, None
+        (work, number), self._info = self._info, None
         self._exchanged(work.wait)
         if int(number) == ENDED:
             words = self._words(said)
@@ -151,11 +151,11 @@ class Ranks:
 
     def _words(self, said: str) -> str:
         """The errors of the ranks that ended. Collective: every rank calls it at the same point."""
-        found = self._told_by_all(said)
+        found = self._gathered_info(said)
         return "; ".join(f"rank {rank} has ended the training, so all ranks do: {words}" for rank, words in zip(self.members, found, strict=True) if words)
 
-    def _told_by_all(self, what: Any) -> list[Any]:
-        found: list[Any] = self._exchanged(lambda: told_by_all(self.torch, self._group, len(self.members), what))
+    def _gathered_info(self, what: Any) -> list[Any]:
+        found: list[Any] = self._exchanged(lambda: gathered_info(self.torch, self._group, len(self.members), what))
         return found
 
     def _take_part(self, said: str) -> None:
@@ -188,7 +188,7 @@ def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) ->
     return found
 
 
-def told_by_all(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
+def gathered_info(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
     """Gather one JSON value from each rank of a CPU group. Raises RuntimeError if a rank is gone.
 
     torch's own object collectives use pickle, which executes what it receives.

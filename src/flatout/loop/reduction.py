@@ -26,7 +26,7 @@ WAYS_OUT = ("Train with the loader's own batches (remove effective_batch and mic
 
 
 @dataclass(frozen=True)
-class Answer:
+class LossResult:
     """The result of ``loss_fn``: the loss, the number it is averaged over and further values by name.
 
     ``count`` is None for a mean over samples.
@@ -37,18 +37,18 @@ class Answer:
     values: Any = None
 
 
-def understood(given: Any) -> Answer:
+def understood(given: Any) -> LossResult:
     """Parse ``loss``, ``(loss, n)``, ``(loss, values)`` or ``(loss, n, values)``.
 
     Raises LoopError for anything else.
     """
     if hasattr(given, "backward"):
-        return Answer(given)
+        return LossResult(given)
     if isinstance(given, tuple) and given and hasattr(given[0], "backward") and len(given) <= 3:
         rest = list(given[1:])
         values = rest.pop() if rest and isinstance(rest[-1], dict) else None
         if len(rest) <= 1 and not any(isinstance(each, (dict, str)) for each in rest):
-            return Answer(given[0], rest[0] if rest else None, values)
+            return LossResult(given[0], rest[0] if rest else None, values)
     spelled = f"a tuple of {', '.join(type(each).__name__ for each in given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
     raise LoopError(f"loss_fn gave {spelled}. Return the loss (a scalar tensor), or (loss, n) with the number that it is averaged over; "
                     "a dict of further values may follow.")
@@ -79,17 +79,17 @@ class Recogniser:
             with self._evaluating():  # the model is random in training mode: compare in evaluation mode
                 return self._compared(self._loss(batch), batch, divisions)
 
-    def _loss(self, batch: Any) -> Answer:
+    def _loss(self, batch: Any) -> LossResult:
         answer = understood(self.call(batch))
         if answer.loss.dim():
             raise LoopError(f"loss_fn gave a loss of shape {list(answer.loss.shape)}; it must be a scalar. Use its mean() or sum().")
         return answer
 
-    def _compared(self, whole: Answer, batch: Any, divisions: list[list[int]]) -> str:
+    def _compared(self, whole: LossResult, batch: Any, divisions: list[list[int]]) -> str:
         found = [self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes) for sizes in divisions]
         return found[-1]
 
-    def _compare(self, whole: Answer, parts: list[Answer], sizes: list[int]) -> str:
+    def _compare(self, whole: LossResult, parts: list[LossResult], sizes: list[int]) -> str:
         counts = [float(part.count) if part.count is not None else float(size) for part, size in zip(parts, sizes, strict=True)]
         losses = [float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)]  # a mean over nothing counts 0
         mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(sum(counts), 1e-300)

@@ -1,4 +1,4 @@
-"""A Loop with ``saves=``: resume from the newest valid checkpoint, and write new ones between two steps.
+"""A Loop with ``checkpoint_dir=``: resume from the newest valid checkpoint, and write new ones between two steps.
 
 A checkpoint describes the moment before a step, when the body of the ``for`` has run for the previous one.
 The copy is taken at that moment and written in the background. The program waits for it before it ends.
@@ -16,41 +16,41 @@ from pathlib import Path
 from typing import Any
 
 from flatout.levers import TABLE
-from flatout.loop.company import Company
-from flatout.loop.kept import Kept
-from flatout.loop.opened import KIND, Opened
+from flatout.loop.loop_state import LoopState
+from flatout.loop.opened import KIND, OpenedCheckpoints
 from flatout.loop.parts import parts_of, slices_of_others
+from flatout.loop.rank_group import RankGroup
 from flatout.loop.resumed import Resumed
-from flatout.loop.signals import Signals
+from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.pipeline.streams import own_generators
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.errors import FlatoutError, LoopError
-from flatout.plan.words import Effect, Moment
+from flatout.state.checkpoints import Checkpoint
 from flatout.state.drift import drift, surroundings
-from flatout.state.loading import Reading
-from flatout.state.randoms import random_states, set_random_states
-from flatout.state.saver import Clocks, Saver
-from flatout.state.saves import Save
+from flatout.state.joint_checkpoint import JointCheckpointWriter
+from flatout.state.loading import LoaderPosition
+from flatout.state.random_states import random_states, set_random_states
+from flatout.state.saver import CheckpointWriter, WriterClocks
 from flatout.state.slices import filled
-from flatout.state.together import Together
 from flatout.state.values import Packed, pack
 
 LOGGER = logging.getLogger("flatout")
 LEVERS = {lever.name: lever for lever in TABLE}
 
 
-class Saving:
+class LoopCheckpointing:
     """``opened``: the folder and the checkpoint to resume from.
 
     ``company``: the ranks that write one checkpoint together, None for a single process.
     """
 
-    def __init__(self, torch: Any, opened: Opened, every: int | None, on_drift: str, company: Company | None) -> None:
+    def __init__(self, torch: Any, opened: OpenedCheckpoints, every: int | None, on_drift: str, company: RankGroup | None) -> None:
         self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
         self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
-        self._signals = Signals()
+        self._signals = StopSignals()
         self._open = True
         self._inexact: list[str] = []  # from the earlier run
         self._first = 0, 0  # step and epoch at which this training began
@@ -60,11 +60,11 @@ class Saving:
     @property
     def plan(self) -> str | None:
         """The plan of the checkpoint, as TOML, if ``plan="auto"`` found it."""
-        return self.opened.told.get("tuned")
+        return self.opened.metadata.get("tuned")
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any], shares_out: bool) -> Resumed | None:
+    def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any], shares_out: bool) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
         Random numbers and the place in the data wait until the Loop is iterated over. ``shares_out``: whether
@@ -72,18 +72,18 @@ class Saving:
         """
         self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
         self._sharing = self.ranks if shares_out else 1
-        self.reading = Reading(self.torch, loop.loader, own_generators)
+        self.reading = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
-        clocks = Clocks(seconds, thread_seconds)
+        clocks = WriterClocks(seconds, thread_seconds)
 
         def sound(packed: Packed) -> str:
             return _not_finite(self.torch, packed, parameters)
 
         if self.ranks > 1:
-            write = Together(self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep).write
-            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
+            write = JointCheckpointWriter(self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep).write
+            self.saver = CheckpointWriter(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
         else:
-            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
+            self.saver = CheckpointWriter(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
         self.saver.interrupted_every_s = self._interrupted_every_s
         if self.opened.save is None:
             return None
@@ -99,11 +99,11 @@ class Saving:
             raise error
         return resumed
 
-    def _go_on(self, save: Save) -> Resumed:
-        told = save.manifest.told
-        differs = drift(told.get("surroundings", {}), self._surroundings())
+    def _go_on(self, save: Checkpoint) -> Resumed:
+        metadata = save.manifest.metadata
+        differs = drift(metadata.get("surroundings", {}), self._surroundings())
         parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
-        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *parts.words]
+        inexact = [*metadata.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *parts.words]
         if self.stops_on_drift and (differs or parts.words):
             self._refuse(save, [*differs, *parts.words])
         state, own = parts.state, parts.own
@@ -117,7 +117,7 @@ class Saving:
         at = state["loop"]
         self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
         self.saver.goes_on(save.step)
-        self._ran_s, self._interruptions = told["ran_s"], told["interruptions"] + (not told["ended"])
+        self._ran_s, self._interruptions = metadata["ran_s"], metadata["interruptions"] + (not metadata["ended"])
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
         if self.rank == 0:
@@ -125,9 +125,9 @@ class Saving:
                 LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
         return resumed
 
-    def _refuse(self, save: Save, differs: list[str]) -> None:
+    def _refuse(self, save: Checkpoint, differs: list[str]) -> None:
         raise LoopError(f"{save.path} cannot be resumed exactly: {'; '.join(differs)}. Use on_drift=\"say\" to resume anyway, or "
-                        "fresh=True to start from scratch.")
+                        "from_scratch=True to start from scratch.")
 
     # -- while the Loop is iterated over ---------------------------------------------------------------------
 
@@ -206,10 +206,10 @@ class Saving:
             state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
         else:
             state |= self.kept.part()
-        told = {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks, "sharing": self._sharing,
+        metadata = {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks, "sharing": self._sharing,
                 "staged": self.kept.stage is not None, "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
                 "ran_s": self._ran_s + began_s - self._began_s, "interruptions": self._interruptions, "ended": ended}
-        self.saver.save(loop.index, pack(self.torch, state), told, began_s)
+        self.saver.save(loop.index, pack(self.torch, state), metadata, began_s)
         if self.every == 1:
             self.saver.wait()  # with save_every=1 no step may be lost, not even one that is being written
 

@@ -13,7 +13,7 @@ from typing import Any
 ASKING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
-class Signals:
+class StopSignals:
     """``seen``: the number of the first signal, 0 if there was none.
 
     The second signal ends the program at once.
@@ -32,9 +32,9 @@ class Signals:
             before = signal.getsignal(number) if number is not None else None
             if number is not None and before not in (None, signal.SIG_IGN):
                 self._before[number] = before
-                signal.signal(number, self._hear)
+                signal.signal(number, self._observe)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _observe(self, number: int, frame: FrameType | None) -> None:
         self.seen = self.seen or number
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.loop.memory import MicroBatches, Room
+from flatout.loop.memory import MemoryHeadroom, MicroBatches
 from flatout.measure.clock import clock_for
 from flatout.measure.statistics import median
 
@@ -24,7 +24,7 @@ EQUAL = 1.02  # counts as equal: the smaller size wins, because it needs less me
 
 
 @dataclass(frozen=True)
-class StepSeen:
+class SizingSample:
     """Result of a step.
 
     ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak.
@@ -46,7 +46,7 @@ class Sized:
         return f"micro-batches of {self.micro_batch} samples are the fastest that fit ({tried})"
 
 
-Sizing = Generator[int, StepSeen, Sized]
+Sizing = Generator[int, SizingSample, Sized]
 
 
 def fastest(size: int) -> Sizing:
@@ -67,7 +67,7 @@ def fastest(size: int) -> Sizing:
     return Sized((yield from _duel(fitting[0][1], fitting[1][1])), ms)
 
 
-def _timed(candidate: int, steps: int) -> Generator[int, StepSeen, float | None]:
+def _timed(candidate: int, steps: int) -> Generator[int, SizingSample, float | None]:
     """The median time of some steps after warm-up; None as soon as one did not fit."""
     times = []
     for step in range(WARM_STEPS + steps):
@@ -79,7 +79,7 @@ def _timed(candidate: int, steps: int) -> Generator[int, StepSeen, float | None]
     return median(times)
 
 
-def _duel(first: int, second: int) -> Generator[int, StepSeen, int]:
+def _duel(first: int, second: int) -> Generator[int, SizingSample, int]:
     times: dict[int, list[float]] = {first: [], second: []}
     for turn in range(TURNS):
         order: Sequence[int] = (first, second) if turn % 2 == 0 else (second, first)
@@ -102,7 +102,7 @@ class Sizer:
     def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches, agreed: Callable[[list[float]], list[float]] = list) -> None:
         self.micro_batches, self.agreed = micro_batches, agreed
         self.found: Sized | None = None
-        self._clock, self._room = clock_for(torch, device), Room(torch, device)
+        self._clock, self._room = clock_for(torch, device), MemoryHeadroom(torch, device)
         self._search: Sizing | None = None
         self._start: Any = None
         self._failed = 0
@@ -121,7 +121,7 @@ class Sizer:
         fits = len(self.micro_batches.failed) == self._failed and self._room.left()
         ms, too_large = self.agreed([self._clock.elapsed_ms(self._start, end), float(not fits)])
         try:
-            self.micro_batches.limit = self._search.send(StepSeen(ms, not too_large))
+            self.micro_batches.limit = self._search.send(SizingSample(ms, not too_large))
         except StopIteration as over:
             self.found = over.value
             self.micro_batches.settle_on(over.value.micro_batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
-from flatout.loop.ranks import Ranks
+from flatout.loop.ranks import LoopRanks
 from flatout.loop.tensor_parallel import TensorParallel
 
 
@@ -27,5 +27,5 @@ class Training:
     parameters: list[Any]
     device: Any
     precision: Precision
-    ranks: Ranks | None
+    ranks: LoopRanks | None
     divided: TensorParallel | PipelineParallel | None = None  # the model is split over ranks

@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from flatout.measure.statistics import Round, block_ms, compare
+from flatout.plan.enums import Effect
 from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.records import Ratio
-from flatout.plan.words import Effect
 from flatout.trial.blocks import BLOCK_MS, FEWEST_ROUNDS, decided
 
 SHARE = 0.2  # of the coming steps
@@ -27,7 +27,7 @@ NEEDS_MEMORY = "a step ran out of memory with it"
 
 
 @dataclass(frozen=True)
-class StepSeen:
+class TuningSample:
     """``failed``: why the requested levers were not active in this step, or why it had to be repeated."""
 
     ms: float
@@ -72,7 +72,7 @@ class Tuned:
         return f"tuned in {self.steps} steps: {self.plan.describe()}"
 
 
-Search = Generator[tuple[Choice, ...], StepSeen, list[Tried]]
+Search = Generator[tuple[Choice, ...], TuningSample, list[Tried]]
 Check = Callable[[Sequence[Choice], Effect], str]
 
 
@@ -103,7 +103,7 @@ def search(candidates: Sequence[tuple[Choice, Effect]], steps: int, check: Check
         if refused:
             found.append(Tried(choice, effect, False, refused))
             continue
-        tried, used = yield from _contest(tuple(held), choice, effect, block, share)
+        tried, used = yield from _comparison(tuple(held), choice, effect, block, share)
         left -= used
         found.append(tried)
         if tried.kept:
@@ -123,7 +123,7 @@ def _block(share: int, step_ms: float) -> int | None:
     return max(FEWEST_OF_A_BLOCK, min(most, MOST_OF_A_BLOCK, round(BLOCK_MS / max(step_ms, 1e-3))))
 
 
-def _contest(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: int, share: int) -> Generator[tuple[Choice, ...], StepSeen, tuple[Tried, int]]:
+def _comparison(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: int, share: int) -> Generator[tuple[Choice, ...], TuningSample, tuple[Tried, int]]:
     rounds: list[Round] = []
     used, last = 0, "a"
     while used + _round(block) <= share:
@@ -132,12 +132,12 @@ def _contest(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: in
             holds = held if side == "a" else (*held, choice)
             seen = []
             for step in range(block + (side != last)):
-                told = yield holds
+                metadata = yield holds
                 used += 1
-                if told.failed and side == "b":
-                    return Tried(choice, effect, False, told.failed), used
+                if metadata.failed and side == "b":
+                    return Tried(choice, effect, False, metadata.failed), used
                 if side == last or step:
-                    seen.append(told.ms)
+                    seen.append(metadata.ms)
             last = side
             times[side].append(block_ms(seen))
         rounds += [Round(a, b) for a, b in zip(times["a"], times["b"], strict=True)]

@@ -23,7 +23,7 @@ OF_A_TREE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, c
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """Cost of one collective.
 
     ``latency_ms`` is the part that bandwidth does not affect. ``link`` is the link with the limiting
@@ -41,13 +41,13 @@ class Cost:
     def contention(self) -> float:
         return min(1.0, self.busy_ms / self.ms) if self.ms > 0 else 0.0
 
-    def and_then(self, other: Cost) -> Cost:
+    def and_then(self, other: CollectiveCost) -> CollectiveCost:
         narrow = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
         ways = list(dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", ")))
-        return Cost(self.ms + other.ms, self.latency_ms + other.latency_ms, self.wire_bytes + other.wire_bytes, ", ".join(ways) or "nothing", narrow.link,
+        return CollectiveCost(self.ms + other.ms, self.latency_ms + other.latency_ms, self.wire_bytes + other.wire_bytes, ", ".join(ways) or "nothing", narrow.link,
                     self.busy_ms + other.busy_ms)
 
-    def times(self, factor: float) -> Cost:
+    def times(self, factor: float) -> CollectiveCost:
         return replace(self, ms=self.ms * factor, latency_ms=self.latency_ms * factor, wire_bytes=self.wire_bytes * factor, busy_ms=self.busy_ms * factor)
 
 
@@ -90,10 +90,10 @@ class Fabric:
         return Fabric(replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0))
 
 
-def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     """Return the cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
     if devices < 2:
-        return Cost()
+        return CollectiveCost()
     per_node, nodes = fabric.shape(devices)
     found = [_ring(fabric, devices, size_bytes, rounds=2, how="ring")]
     if nodes > 1:
@@ -103,7 +103,7 @@ def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
     return min(found, key=lambda cost: cost.ms)
 
 
-def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     """Return the cost of a reduce-scatter.
 
     ``size_bytes`` is the whole tensor, of which each device keeps its part.
@@ -111,12 +111,12 @@ def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
     return _ring(fabric, devices, size_bytes, rounds=1, how="reduce-scatter")
 
 
-def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     """Return the cost of an all-gather. ``size_bytes`` is the whole tensor."""
     return _ring(fabric, devices, size_bytes, rounds=1, how="all-gather")
 
 
-def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     """Return the cost of an all-reduce in three steps. All nodes have the same number of devices."""
     per_node, nodes = fabric.shape(devices)
     first = reduce_scatter(fabric.in_node(), per_node, size_bytes)
@@ -136,9 +136,9 @@ def _narrowest(fabric: Fabric, devices: int) -> tuple[float, Link]:
     return out, fabric.between
 
 
-def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str) -> Cost:
+def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str) -> CollectiveCost:
     if devices < 2:
-        return Cost()
+        return CollectiveCost()
     per_node, nodes = fabric.shape(devices)
     far = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
     near = rounds * (devices - 1) - far
@@ -148,7 +148,7 @@ def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str
     return _cost(fabric, devices, latency_ms, 1e3 * wire / bandwidth, wire, how, link)
 
 
-def _tree(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
     hops_us = 2 * ((per_node - 1) * fabric.near.latency_us + math.ceil(math.log2(nodes)) * fabric.between.latency_us)
     latency_ms = (_start_us(fabric, nodes) + hops_us) / 1e3
@@ -156,11 +156,11 @@ def _tree(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
     return _cost(fabric, devices, latency_ms, 2e3 * size_bytes / (OF_A_TREE * bandwidth), 2 * (devices - 1) / devices * size_bytes, "tree", link)
 
 
-def _cost(fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link) -> Cost:
+def _cost(fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link) -> CollectiveCost:
     # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
     near = fabric.between if fabric.shape(devices)[0] == 1 else fabric.near
     busy_ms = near.contention * min(bytes_ms, 1e3 * wire_bytes / near.bandwidth_bytes_per_s)
-    return Cost(latency_ms + bytes_ms, latency_ms, wire_bytes, how, link.name, busy_ms)
+    return CollectiveCost(latency_ms + bytes_ms, latency_ms, wire_bytes, how, link.name, busy_ms)
 
 
 def _start_us(fabric: Fabric, nodes: int) -> float:

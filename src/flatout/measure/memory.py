@@ -17,7 +17,7 @@ POINTS_KEPT = 160
 
 
 @dataclass
-class Moment:
+class MemoryMoment:
     """Known bytes by kind at ``ns`` of the recording's clock."""
 
     ns: int
@@ -64,14 +64,14 @@ def at(totals: Sequence[tuple[int, int]], ns: int, before: int) -> int:
     return totals[index - 1][1] if index else before
 
 
-def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Sequence[Moment], start_ns: int, end_ns: int) -> MemorySeen:
+def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Sequence[MemoryMoment], start_ns: int, end_ns: int) -> MemorySeen:
     """Return the memory of the step between ``start_ns`` and ``end_ns``.
 
     The result has the peak, its composition, and a timeline of at most ``POINTS_KEPT`` points.
     """
     inside = [(ns, total) for ns, total in totals if start_ns <= ns <= end_ns] or [(start_ns, at(totals, start_ns, before))]
     peak_ns, peak = max(inside, key=lambda pair: pair[1])
-    known = [moment for moment in moments if moment.ns <= end_ns] or [Moment(start_ns, {})]
+    known = [moment for moment in moments if moment.ns <= end_ns] or [MemoryMoment(start_ns, {})]
     index = max(0, bisect_right([moment.ns for moment in known], peak_ns) - 1)
     found = MemorySeen(where, peak, complete(known[index].kinds, peak))
     fullest = max((moment for moment in known if moment.ns >= start_ns), key=lambda moment: sum(moment.modules.values()), default=known[index])

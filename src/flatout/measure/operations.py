@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from flatout.measure.flops import flops_of
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 from flatout.plan.profile import IdleGap, Operation
 
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "short int": 2, "signed char": 1,
@@ -72,7 +72,7 @@ class _Sum:
 
 
 @dataclass
-class Heard:
+class RecordingResult:
     """Result of a recording.
 
     ``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` the busy
@@ -88,14 +88,14 @@ class Heard:
     gaps: list[IdleGap] = field(default_factory=list)
 
 
-class Recording:
+class ProfilerRecording:
     """The events of some whole steps.
 
     ``lines`` are the user's lines of each kind of call (name and shapes), in the order of the calls of one
     step.
     """
 
-    def __init__(self, events: Sequence[Any], steps: int, lines: Lines, place: Callable[[str, int, str], Place]) -> None:
+    def __init__(self, events: Sequence[Any], steps: int, lines: Lines, place: Callable[[str, int, str], SourceLocation]) -> None:
         self.steps, self.lines, self.place = max(1, steps), lines, place
         self.operators: list[_Event] = []
         self.kernels: list[Any] = []
@@ -110,13 +110,13 @@ class Recording:
                 self.operators.append(_Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event))
         self.operators.sort(key=lambda e: (e.thread, e.start, -e.end))
 
-    def heard(self) -> Heard:
+    def observed(self) -> RecordingResult:
         outermost = self._nest()
         self._link_kernels()
         sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
         for event in self.operators:
             self._add(sums, event)
-        found = Heard(self._operations(sums), len([e for e in outermost if "::" in e.name]))
+        found = RecordingResult(self._operations(sums), len([e for e in outermost if "::" in e.name]))
         thread = Counter(e.thread for e in outermost).most_common(1)
         spans = [(e.start, e.end) for e in self.operators if thread and e.thread == thread[0][0]]
         found.operators_ns = _union_ns(spans)

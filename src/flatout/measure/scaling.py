@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.measure.links import Cost, Fabric, all_gather, all_reduce, reduce_scatter
+from flatout.measure.links import CollectiveCost, Fabric, all_gather, all_reduce, reduce_scatter
 from flatout.measure.overlap import Task, finish_ms
 from flatout.plan.scale import ScalePoint, Timing
 
@@ -32,7 +32,7 @@ WELL = 0.95
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """The workload. ``tensors`` are the bytes of the gradients in the order in which they become ready.
 
     ``overhead`` is the relative slowdown of computation on more than one device. ``overlap`` is whether
@@ -68,7 +68,7 @@ def buckets(tensors: Iterable[float]) -> list[float]:
     return [*found, filling] if filling else found
 
 
-def at_batch(work: Work, samples_share: float) -> Timing:
+def at_batch(work: Workload, samples_share: float) -> Timing:
     """Return the timing at this share of the measured batch.
 
     The time of the optimizer does not depend on it.
@@ -96,15 +96,15 @@ def scaled(timing: Timing, factor: float) -> Timing:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """Cost of a step. ``total_ms`` excludes the overhead of several devices."""
 
     compute_ms: float
     total_ms: float
-    cost: Cost
+    cost: CollectiveCost
 
 
-def ddp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+def ddp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> PredictedStep:
     """Predict a DDP step.
 
     With several backward passes per step only the last one communicates, as under ``no_sync``.
@@ -117,14 +117,14 @@ def ddp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
     costs = [all_reduce(fabric, devices, part) for part in parts]
     first = 2 if work.overlap else 1 + len(parts)
     wire = [_carry(cost, after=first + at if work.overlap else first) for at, cost in enumerate(costs)]
-    return Step(timing.step_ms, finish_ms(compute, wire), _sum(costs))
+    return PredictedStep(timing.step_ms, finish_ms(compute, wire), _sum(costs))
 
 
-def fsdp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+def fsdp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> PredictedStep:
     return _sharded(work, timing, fabric, devices, lambda part: reduce_scatter(fabric, devices, part))
 
 
-def hybrid(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+def hybrid(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> PredictedStep:
     """Predict a hybrid step.
 
     If all devices are in one node, this is fsdp. If each device is a node, there is no gathering, and
@@ -133,19 +133,19 @@ def hybrid(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
     per_node, nodes = fabric.shape(devices)
     near, far = fabric.in_node(), fabric.across(per_node)
 
-    def leave(part: float) -> Cost:
+    def leave(part: float) -> CollectiveCost:
         return reduce_scatter(near, per_node, part).and_then(all_reduce(far, nodes, part / per_node))
 
     return _sharded(work, timing, near, per_node, leave)
 
 
-def local(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+def local(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> PredictedStep:
     """Predict the mean step over H steps: parameters are summed once, after the optimizer."""
     cost = all_reduce(fabric, devices, work.parameter_bytes).times(1 / work.local_steps)
-    return Step(timing.step_ms, timing.step_ms + cost.ms, cost)
+    return PredictedStep(timing.step_ms, timing.step_ms + cost.ms, cost)
 
 
-def _sharded(work: Work, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], Cost]) -> Step:
+def _sharded(work: Workload, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], CollectiveCost]) -> PredictedStep:
     """Predict a sharded step.
 
     Every pass gathers and scatters again, and each optimizer has a part of the parameters.
@@ -169,25 +169,25 @@ def _sharded(work: Work, timing: Timing, gather: Fabric, members: int, leave: Ca
     total = timing.passes * finish_ms(compute, wire)
     optimizer_ms = timing.optimizer_ms / members
     cost = _sum([gathered] * 2 * count + [left] * count).times(timing.passes)
-    return Step(timing.step_ms - timing.optimizer_ms + optimizer_ms, total + optimizer_ms, cost)
+    return PredictedStep(timing.step_ms - timing.optimizer_ms + optimizer_ms, total + optimizer_ms, cost)
 
 
-def _carry(cost: Cost, after: int) -> Task:
+def _carry(cost: CollectiveCost, after: int) -> Task:
     return Task(cost.ms, after, cost.contention)
 
 
-def _sum(costs: Sequence[Cost]) -> Cost:
+def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
     """Return the total cost, under the link of the longest one."""
-    whole = Cost()
+    whole = CollectiveCost()
     for cost in costs:
         whole = whole.and_then(cost)
     return replace(whole, link=max(costs, key=lambda cost: cost.ms).link) if costs else whole
 
 
-STEPS: dict[str, Callable[[Work, Timing, Fabric, int], Step]] = {"ddp": ddp, "fsdp": fsdp, "hybrid": hybrid, "local": local}
+STEPS: dict[str, Callable[[Workload, Timing, Fabric, int], PredictedStep]] = {"ddp": ddp, "fsdp": fsdp, "hybrid": hybrid, "local": local}
 
 
-def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
+def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
     """Predict one point. For a single device it is the measured step, with any strategy."""
     alone_ms = work.timing.step_ms
     share = 1.0 / devices if scaling == "strong" else 1.0
@@ -200,7 +200,7 @@ def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: st
     if strategy == "hybrid" and per_node * nodes != devices:
         point.why_not = f"{devices:,} devices do not fill nodes of {per_node}, so the shards of one node have no counterpart in the others"
         return point
-    step = STEPS[strategy](work, timing, fabric, devices) if devices > 1 else Step(alone_ms, alone_ms, Cost())
+    step = STEPS[strategy](work, timing, fabric, devices) if devices > 1 else PredictedStep(alone_ms, alone_ms, CollectiveCost())
     overhead_ms = work.overhead * step.compute_ms if devices > 1 else 0.0
     point.step_ms, point.compute_ms, point.overhead_ms = step.total_ms + overhead_ms, step.compute_ms, overhead_ms
     point.communication_ms, point.wire_bytes, point.collective = step.cost.ms, step.cost.wire_bytes, step.cost.how
@@ -210,7 +210,7 @@ def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: st
     return point
 
 
-def _bound(work: Work, point: ScalePoint, step: Step, ideal_ms: float) -> str:
+def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: float) -> str:
     """Return a sentence on what limits the step."""
     if point.devices == 1:
         return "computing: a single device does not communicate"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.draws import Draw, Uniform
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 from flatout.pipeline.resample import interpolation_of
 from flatout.pipeline.warp import PillowWarp, TensorWarp, Warp
 
@@ -47,7 +47,7 @@ def pillow_turn(angle: float, center: Pair) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Rotate(Operation):
+class Rotate(BatchOperation):
     """Rotate by a random angle about a given centre or the middle. The size does not change.
 
     Multiples of 90 degrees about the middle are transposed as in torchvision: 180 degrees always, the others
@@ -61,7 +61,7 @@ class Rotate(Operation):
     pil: bool
     v2: bool
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         return (Uniform(*self.degrees),)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ class Rotate(Operation):
 
 
 @dataclass(frozen=True)
-class Affine(Operation):
+class Affine(BatchOperation):
     """Rotate, translate, scale and shear by random amounts; a range of None draws nothing."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
@@ -96,7 +96,7 @@ class Affine(Operation):
     pil: bool
     v2: bool
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         found = [Uniform(*self.degrees)]
         if self.translate is not None:
             right, down = self.translate[0] * shape.width, self.translate[1] * shape.height
@@ -123,17 +123,17 @@ class Affine(Operation):
         return self.warp(images, torch.tensor([inverse_map(middle, *each, self.v2) for each in drawn], dtype=torch.float64))
 
 
-def _warp(transform: Any, form: Form, v2: bool) -> Warp:
+def _warp(transform: Any, form: ImageForm, v2: bool) -> Warp:
     name = interpolation_of(transform)
     if name in ("nearest", "bilinear"):
         if form.kind == "pil" and form.mode in ("L", "RGB"):
             fill = _fill(transform, 1 if form.mode == "L" else 3) or (0.0,)
             if all(0 <= int(each) <= 255 for each in fill):
                 return PillowWarp(name == "bilinear", tuple(map(int, fill)))
-            raise Unknown(f"{type(transform).__name__} fills with {transform.fill}, which is not a byte")
+            raise NotBatchable(f"{type(transform).__name__} fills with {transform.fill}, which is not a byte")
         if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
             return TensorWarp(name, _fill(transform), v2)
-    raise Unknown(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind}) with the {name} filter")
+    raise NotBatchable(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind}) with the {name} filter")
 
 
 def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | None:
@@ -142,7 +142,7 @@ def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | No
         return None
     numbers = (given,) if isinstance(given, (int, float)) else tuple(given) if isinstance(given, (list, tuple)) else ()
     if not numbers or (channels and len(numbers) not in (1, channels)):
-        raise Unknown(f"{type(transform).__name__} fills with {given!r}, which is neither a number nor one number per channel")
+        raise NotBatchable(f"{type(transform).__name__} fills with {given!r}, which is neither a number nor one number per channel")
     return tuple(map(float, numbers))
 
 
@@ -151,16 +151,16 @@ def _pair(given: Any) -> Pair | None:
 
 
 def _rotation(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         if transform.expand:
-            raise Unknown("RandomRotation with expand gives every image a different size")
+            raise NotBatchable("RandomRotation with expand gives every image a different size")
         return Rotate(_warp(transform, form, v2), (float(transform.degrees[0]), float(transform.degrees[1])), _pair(transform.center), form.kind == "pil", v2)
 
     return read
 
 
 def _affine(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         shear = None if transform.shear is None else tuple(map(float, transform.shear))
         return Affine(_warp(transform, form, v2), (float(transform.degrees[0]), float(transform.degrees[1])), _pair(transform.translate),
                       _pair(transform.scale), shear, _pair(transform.center), form.kind == "pil", v2)

@@ -23,7 +23,7 @@ MANY = 64  # entries of longer lists are data
 LIBRARIES = ("torch", "torchvision", "numpy", "PIL", "albumentations", "kornia", "datasets", "pyarrow", "cv2", "builtins", "typing", "functools")
 
 
-class Parameters:
+class TransformState:
     """The attributes of transforms, nested transforms and lists; of containers, only the direct entries."""
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
@@ -50,7 +50,7 @@ def _members(holder: Any) -> list[Any]:
     return [*holder, *map(id, holder.values())] if isinstance(holder, dict) else [*map(id, holder)]
 
 
-class Contents:
+class DatasetState:
     """The attributes of a data set and of the program's objects in it.
 
     Includes the contents of the lists, dictionaries, tensors and arrays that they hold.

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.draws import Draw, Numbers, Uniform
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 
-Way = tuple[Operation, ...]
+Way = tuple[BatchOperation, ...]
 
 
-def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
+def _along(way: Way, shape: ImageShape) -> list[tuple[BatchOperation, ImageShape]]:
     """Return each operation with its input shape. Raises Unknown if the branch changes the shape."""
     met, at = [], shape
     for operation in way:
         met.append((operation, at))
         at = operation.shape(at)
     if at != shape:
-        raise Unknown(f"some images would be {tuple(at)} and others {tuple(shape)}")
+        raise NotBatchable(f"some images would be {tuple(at)} and others {tuple(shape)}")
     return met
 
 
-def _drawn_along(way: Way, shape: Shape, words: Numbers) -> tuple[Any, ...]:
+def _drawn_along(way: Way, shape: ImageShape, words: Numbers) -> tuple[Any, ...]:
     return tuple(operation.drawn(met, words) for operation, met in _along(way, shape))
 
 
@@ -41,7 +41,7 @@ def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tu
     if not rows:
         return
     part = images[rows]
-    for at, (operation, met) in enumerate(_along(way, Shape(*images.shape[1:]))):
+    for at, (operation, met) in enumerate(_along(way, ImageShape(*images.shape[1:]))):
         part = operation(part, operation.together(met, [each[at] for each in numbers]))
     done[rows] = part
 
@@ -55,7 +55,7 @@ def single(number: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sometimes(Operation):
+class RandomBranch(BatchOperation):
     """Apply the branch if a random number in [0, 1) is below ``p`` (or equal, if ``inclusive``)."""
 
     way: Way
@@ -67,20 +67,20 @@ class Sometimes(Operation):
     def heavy(self) -> bool:  # type: ignore[override]
         return any(operation.heavy for operation in self.way)
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         _along(self.way, shape)
         return shape
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...] | None:
         settled = all(operation.draws(met) == () for operation, met in _along(self.way, shape))
         return (Uniform(),) if settled else None
 
-    def row(self, shape: Shape, words: Numbers) -> tuple[Any, ...] | None:
+    def row(self, shape: ImageShape, words: Numbers) -> tuple[Any, ...] | None:
         number = words.rand()
         return _drawn_along(self.way, shape, words) if number < self.p or (self.inclusive and number == self.p) else None
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
-        if self.draws(Shape(*images.shape[1:])) is None:
+        if self.draws(ImageShape(*images.shape[1:])) is None:
             found = [(row, number) for row, number in enumerate(numbers) if number is not None]
         else:
             number = numbers[0].double()
@@ -91,7 +91,7 @@ class Sometimes(Operation):
         return done
 
 
-class Branching(Operation):
+class BranchChoice(BatchOperation):
     """Several branches for an image; the choice and the order are drawn for each image."""
 
     ways: tuple[Way, ...]
@@ -100,24 +100,24 @@ class Branching(Operation):
     def heavy(self) -> bool:  # type: ignore[override]
         return any(operation.heavy for operation in chain(*self.ways))
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         for way in self.ways:
             _along(way, shape)
         return shape
 
-    def draws(self, shape: Shape) -> None:
+    def draws(self, shape: ImageShape) -> None:
         return None
 
 
 @dataclass(frozen=True)
-class OneOf(Branching):
+class OneOf(BranchChoice):
     """One of these branches, by weights that sum to 1."""
 
     ways: tuple[Way, ...]
     weights: tuple[float, ...]
     apart: float = 0.0
 
-    def row(self, shape: Shape, words: Numbers) -> tuple[int, tuple[Any, ...]]:
+    def row(self, shape: ImageShape, words: Numbers) -> tuple[int, tuple[Any, ...]]:
         chosen = int(torch.multinomial(torch.tensor(self.weights), 1, generator=words.torch()))
         return chosen, _drawn_along(self.ways[chosen], shape, words)
 
@@ -130,13 +130,13 @@ class OneOf(Branching):
 
 
 @dataclass(frozen=True)
-class AnyOrder(Branching):
+class AnyOrder(BranchChoice):
     """All of these branches, in a random order for each image."""
 
     ways: tuple[Way, ...]
     apart: float = 0.0
 
-    def row(self, shape: Shape, words: Numbers) -> list[tuple[int, tuple[Any, ...]]]:
+    def row(self, shape: ImageShape, words: Numbers) -> list[tuple[int, tuple[Any, ...]]]:
         return [(at, _drawn_along(self.ways[at], shape, words)) for at in words.randperm(len(self.ways))]
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
@@ -151,40 +151,40 @@ class AnyOrder(Branching):
 def readers(read: Reader) -> dict[str, Reader]:
     """Return the readers of containers. ``read`` reads their contents."""
 
-    def way_of(transforms: Sequence[Any], form: Form) -> Way:
-        found: list[Operation] = []
+    def way_of(transforms: Sequence[Any], form: ImageForm) -> Way:
+        found: list[BatchOperation] = []
         at = form
         for transform in transforms:
             what = read(transform, at)
-            operations = (what,) if isinstance(what, Operation) else tuple(what)
+            operations = (what,) if isinstance(what, BatchOperation) else tuple(what)
             for operation in operations:
                 at = operation.form(at)
             found += operations
         if at != form:
-            raise Unknown(f"some images would become {at} and others {form}")
+            raise NotBatchable(f"some images would become {at} and others {form}")
         return tuple(found)
 
     def apart(*ways: Way) -> float:
         return sum(operation.apart for way in ways for operation in way)
 
-    def apply_v1(transform: Any, form: Form) -> Operation:
+    def apply_v1(transform: Any, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
-        return Sometimes(way, single(transform.p), inclusive=True, apart=apart(way))  # `if self.p < torch.rand(1): return img`
+        return RandomBranch(way, single(transform.p), inclusive=True, apart=apart(way))  # `if self.p < torch.rand(1): return img`
 
-    def apply_v2(transform: Any, form: Form) -> Operation:
+    def apply_v2(transform: Any, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
-        return Sometimes(way, single(transform.p), apart=apart(way))
+        return RandomBranch(way, single(transform.p), apart=apart(way))
 
-    def choice(transform: Any, form: Form) -> Operation:
+    def choice(transform: Any, form: ImageForm) -> BatchOperation:
         ways = tuple(way_of([each], form) for each in transform.transforms)
         return OneOf(ways, tuple(transform.p), apart(*ways))
 
-    def order(transform: Any, form: Form) -> Operation:
+    def order(transform: Any, form: ImageForm) -> BatchOperation:
         ways = tuple(way_of([each], form) for each in transform.transforms)
         return AnyOrder(ways, apart(*ways))
 
-    def python_random(transform: Any, form: Form) -> Operation:
-        raise Unknown(f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator")
+    def python_random(transform: Any, form: ImageForm) -> BatchOperation:
+        raise NotBatchable(f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator")
 
     return {
         "v1.RandomApply": apply_v1, "v2.RandomApply": apply_v2,

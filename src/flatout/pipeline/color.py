@@ -9,65 +9,65 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flatout.pipeline.choose import Sometimes, single
+from flatout.pipeline.choose import RandomBranch, single
+from flatout.pipeline.color_arithmetic import ColorArithmetic, PillowColorArithmetic, TensorColorArithmetic
 from flatout.pipeline.draws import Draw, Integer, Uniform
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
-from flatout.pipeline.shade import PillowShade, Shade, TensorShade
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 
 
-def shade_of(form: Form, v2: bool) -> Shade:
+def shade_of(form: ImageForm, v2: bool) -> ColorArithmetic:
     """Return the arithmetic that torchvision uses for images of this form."""
     if form.kind == "pil" and form.mode in ("L", "RGB"):
-        return PillowShade()
+        return PillowColorArithmetic()
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
-        return TensorShade(bytes=form.dtype == torch.uint8, v2=v2)
-    raise Unknown(f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})")
+        return TensorColorArithmetic(bytes=form.dtype == torch.uint8, v2=v2)
+    raise NotBatchable(f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})")
 
 
-def _of_one_or_three_channels(operation: Operation, shape: Shape) -> None:
+def _of_one_or_three_channels(operation: BatchOperation, shape: ImageShape) -> None:
     if shape.channels not in (1, 3):
         raise ValueError(f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}")
 
 
 @dataclass(frozen=True)
-class Grey(Operation):
+class Grey(BatchOperation):
     """Convert to grey, with one channel or three equal ones (``channels`` 0 keeps the number)."""
 
-    shade: Shade
+    shade: ColorArithmetic
     channels: int
     mode: str = ""  # mode of the resulting PIL image
     repeats: bool = True  # whether one channel becomes three; v1 does not change a one-channel tensor
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         _of_one_or_three_channels(self, shape)
         return shape._replace(channels=self.channels or shape.channels) if shape.channels == 3 or self.repeats else shape
 
-    def form(self, form: Form) -> Form:
+    def form(self, form: ImageForm) -> ImageForm:
         return replace(form, mode=self.mode or form.mode)
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
-        channels = self.shape(Shape(*images.shape[1:])).channels
+        channels = self.shape(ImageShape(*images.shape[1:])).channels
         grey = images if images.shape[1] == 1 else self.shade.grey(images.float()).to(images.dtype)
         return grey.expand(-1, channels, -1, -1)
 
 
 @dataclass(frozen=True)
-class Jitter(Operation):
+class Jitter(BatchOperation):
     """Change brightness, contrast, saturation and hue in a random order, each by a random factor.
 
     A range of None leaves that property unchanged.
     """
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
-    shade: Shade
+    shade: ColorArithmetic
     ranges: tuple[tuple[float, float] | None, ...]
     apart: float = 0.0
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         _of_one_or_three_channels(self, shape)
         return shape
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         order = (Integer(4), Integer(3), Integer(2))  # torch.randperm(4)
         return order + tuple(Uniform(*each) for each in self.ranges if each is not None)
 
@@ -103,7 +103,7 @@ FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on 
 
 
 def _jitter(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
         floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
         return Jitter(shade_of(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
@@ -112,10 +112,10 @@ def _jitter(v2: bool) -> Reader:
 
 
 def _grey(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         channels = transform.num_output_channels
         if channels not in (1, 3):
-            raise Unknown(f"Grayscale to {channels} channels is not supported")
+            raise NotBatchable(f"Grayscale to {channels} channels is not supported")
         pil = form.kind == "pil"
         return Grey(shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil)
 
@@ -123,8 +123,8 @@ def _grey(v2: bool) -> Reader:
 
 
 def _random_grey(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
-        return Sometimes((Grey(shade_of(form, v2), 0),), single(transform.p))
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
+        return RandomBranch((Grey(shade_of(form, v2), 0),), single(transform.p))
 
     return read
 

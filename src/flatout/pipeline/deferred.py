@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flatout.pipeline.operation import Form, Shape
+from flatout.pipeline.operation import ImageForm, ImageShape
 
 EMPTY = torch.empty(0)
 CLASSES: set[type] = set()  # the classes of deferred images
@@ -26,8 +26,8 @@ DEEPEST = 6
 class Pending(Protocol):
     """The pending computation of a deferred image."""
 
-    out: Shape
-    form: Form  # of the image once it is computed
+    out: ImageShape
+    form: ImageForm  # of the image once it is computed
     certain: bool  # whether ``out`` and ``form`` are final
     recorder: Any  # ``look(image)`` computes; ``stack(images)`` returns their batch or None
 
@@ -98,11 +98,11 @@ def tensor_class(real: type) -> type:
 
 
 @cache
-def picture_class() -> type:
+def pil_image_class() -> type:
     """Return the class of deferred PIL images. Called only if the program has imported PIL."""
     from PIL.Image import Image
 
-    class DeferredPicture(Image):
+    class DeferredImage(Image):
         """All attributes except size and mode come from the computed image."""
 
         becomes = Image
@@ -132,15 +132,15 @@ def picture_class() -> type:
 
         __hash__ = None  # type: ignore[assignment]  # as in PIL
 
-    CLASSES.add(DeferredPicture)
-    return DeferredPicture
+    CLASSES.add(DeferredImage)
+    return DeferredImage
 
 
 def deferred(pending: Pending) -> Any:
     """Return the deferred image for this work."""
     form = pending.form
     if form.kind == "pil":
-        image: Any = object.__new__(picture_class())
+        image: Any = object.__new__(pil_image_class())
         vars(image)["pending"] = pending
     else:
         image = Tensor._make_subclass(tensor_class(sys.modules["torchvision.tv_tensors"].Image if form.tv else Tensor), EMPTY)
@@ -152,7 +152,7 @@ def is_deferred(thing: Any) -> bool:
     return type(thing) in CLASSES
 
 
-def become(image: Any, value: Any) -> None:
+def materialize(image: Any, value: Any) -> None:
     """Turn the deferred image into ``value``: a tensor with its own memory, or a PIL image."""
     held, real = vars(image), type(image).becomes
     del held["pending"]

@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from flatout.pipeline.deferred import CLASSES, become, deferred, is_deferred
-from flatout.pipeline.finishing import Work, batch_of, finished, rows_of
+from flatout.pipeline.deferred import CLASSES, deferred, is_deferred, materialize
+from flatout.pipeline.finishing import DeferredWork, batch_of, finished, rows_of
 from flatout.pipeline.intercept import HERE, Plain, Recorder, recording
-from flatout.pipeline.journal import Draws, Journal
-from flatout.pipeline.operation import Shape
-from flatout.pipeline.pipelines import Pipeline, Pipelines
+from flatout.pipeline.journal import CallDraws, DrawJournal
+from flatout.pipeline.operation import ImageShape
+from flatout.pipeline.pipelines import Pipelines, TransformPipeline
 
 MOST_HELD_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
 
@@ -31,10 +31,10 @@ class Deferring:
         self._pipelines = pipelines
         self._observer = observer
         self._count = max(2, count)
-        self._journal = Journal(at_once)
-        self._made: list[tuple[ref[Any], Work]] = []
-        self._seen: set[Pipeline] = set()
-        self._lost: set[Pipeline] = set()
+        self._journal = DrawJournal(at_once)
+        self._made: list[tuple[ref[Any], DeferredWork]] = []
+        self._seen: set[TransformPipeline] = set()
+        self._lost: set[TransformPipeline] = set()
         self._held_bytes = 0
         self.collating = False
         self.calls = 0  # number of deferred calls
@@ -42,7 +42,7 @@ class Deferring:
     # -- calls ----------------------------------------------------------------------------------------------
 
     def call(self, transform: Any, image: Any, plain: Plain) -> Any:
-        work: Work | None = vars(image)["pending"] if type(image) in CLASSES else None
+        work: DeferredWork | None = vars(image)["pending"] if type(image) in CLASSES else None
         pipeline = self._pipelines.of(work.pipeline if work is not None else None, transform)
         if pipeline is not None and pipeline.lowered is not None and (work is None or work.recorder is self):
             HERE.recorder = None  # as `recording` does, at a third of the cost
@@ -57,7 +57,7 @@ class Deferring:
         with recording(None):
             return plain(transform, image)
 
-    def resume(self, pipeline: Pipeline, image: Any, done: int) -> Any:
+    def resume(self, pipeline: TransformPipeline, image: Any, done: int) -> Any:
         """Return a call's result for an image after ``done`` steps: deferred if possible, otherwise real."""
         steps = pipeline.own_steps[done:]
         if pipeline.parent is not None and type(image) in CLASSES:
@@ -69,15 +69,15 @@ class Deferring:
                 image = step(image)
             shapes = pipeline.entering(image)
             if shapes is not None:
-                return self._answer(Work(self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)))
+                return self._answer(DeferredWork(self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)))
             steps = pipeline.steps[pipeline.start:]  # torchvision then rejects the image in the same place
         for step in steps:
             image = step(image)
         return image
 
-    def _put_off_again(self, pipeline: Pipeline, image: Any) -> Any:
+    def _put_off_again(self, pipeline: TransformPipeline, image: Any) -> Any:
         """Call a transform on an image that another call deferred."""
-        before: Work = vars(image)["pending"]
+        before: DeferredWork = vars(image)["pending"]
         out = pipeline.out(before.out)
         if out is None:
             self.look(image)
@@ -85,16 +85,16 @@ class Deferring:
                 image = step(image)
             return image
         before.used = True
-        return self._answer(Work(self, pipeline, before.pixels, before.shape, out, (*before.draws, self._draws(pipeline, before.out))))
+        return self._answer(DeferredWork(self, pipeline, before.pixels, before.shape, out, (*before.draws, self._draws(pipeline, before.out))))
 
-    def _draws(self, pipeline: Pipeline, shape: Shape) -> Draws:
+    def _draws(self, pipeline: TransformPipeline, shape: ImageShape) -> CallDraws:
         if pipeline.draws:
             return self._journal.add(pipeline.own, shape)
-        draws = Draws(pipeline.own, shape)
+        draws = CallDraws(pipeline.own, shape)
         draws.block = pipeline.no_draws
         return draws
 
-    def _answer(self, work: Work) -> Any:
+    def _answer(self, work: DeferredWork) -> Any:
         self.calls += 1
         answer = deferred(work) if work.pipeline.proved else self._shown(work)
         self._made.append((ref(answer), work))
@@ -112,7 +112,7 @@ class Deferring:
         self._held_bytes += len(mine) if type(mine) is bytes else mine.nbytes
         return mine
 
-    def _shown(self, work: Work) -> Any:
+    def _shown(self, work: DeferredWork) -> Any:
         """Return a deferred image with data: before its pipeline is proved, no code may get an empty one."""
         answer = deferred(work)
         if isinstance(answer, Tensor):
@@ -128,7 +128,7 @@ class Deferring:
 
     def look(self, image: Any) -> None:
         """Turn a deferred image into the real one, because the program accesses it."""
-        work: Work = vars(image)["pending"]
+        work: DeferredWork = vars(image)["pending"]
         alive = self._alive() if self.collating else []
         if len(alive) < 2:
             work.pipeline.alone += 1
@@ -138,7 +138,7 @@ class Deferring:
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
         """Return the result of torch.stack on these images."""
-        works: list[Work] = [image.pending for image in images]
+        works: list[DeferredWork] = [image.pending for image in images]
         self._journal.settle()
         with recording(None):
             batch = batch_of(works)
@@ -155,7 +155,7 @@ class Deferring:
         self._journal.settle()
         return self._journal.in_order
 
-    def close(self) -> list[Pipeline]:
+    def close(self) -> list[TransformPipeline]:
         """Compute the images that the program still holds. Return the pipelines of lost images.
 
         No deferred image leaves the batch. An image is lost if it was deleted without entering a batch or
@@ -167,7 +167,7 @@ class Deferring:
             pipeline.proved = True
         return list(self._lost)
 
-    def _alive(self) -> list[tuple[Any, Work]]:
+    def _alive(self) -> list[tuple[Any, DeferredWork]]:
         found = [(held(), work) for held, work in self._made]
         return [(image, work) for image, work in found if image is not None and is_deferred(image)]
 
@@ -178,18 +178,18 @@ class Deferring:
         self._made.clear()
         self._held_bytes = 0
 
-    def _compute_together(self, pairs: Sequence[tuple[Any, Work]]) -> None:
+    def _compute_together(self, pairs: Sequence[tuple[Any, DeferredWork]]) -> None:
         for _, work in pairs:
             work.pipeline.together += work.form.kind != "pil"
             work.pipeline.alone += work.form.kind == "pil"  # no gain for PIL images
         self._compute(pairs)
 
-    def _compute(self, pairs: Sequence[tuple[Any, Work]]) -> None:
+    def _compute(self, pairs: Sequence[tuple[Any, DeferredWork]]) -> None:
         for (image, work), value in zip(pairs, self._values([work for _, work in pairs]), strict=True):
             work.used = True
-            become(image, value)
+            materialize(image, value)
 
-    def _values(self, works: Sequence[Work]) -> list[Any]:
+    def _values(self, works: Sequence[DeferredWork]) -> list[Any]:
         if not works:
             return []
         self._journal.settle()

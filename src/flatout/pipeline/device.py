@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_TWINS = 64  # of batches that the script received but never moved
+MOST_COPIES = 64  # of batches that the script received but never moved
 
 
-class Lane:
+class CopyStream:
     """Work parallel to the script's: a stream on a GPU; on the CPU, everything is ready immediately."""
 
     def __init__(self, device: torch.device) -> None:
@@ -60,24 +60,24 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Twins:
+class DeviceCopies:
     """The device copies of host tensors. Also reports where registered host tensors are moved to."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, tuple[Any, int, Tensor, Any]] = {}  # weak reference, version, device copy, mark
+        self._device_copies: dict[int, tuple[Any, int, Tensor, Any]] = {}  # weak reference, version, device copy, mark
         self._noticed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._twins or self._noticed)
+        return bool(self._device_copies or self._noticed)
 
-    def offer(self, host: Tensor, twin: Tensor, mark: Any) -> None:
-        if len(self._twins) >= MOST_TWINS:
-            self._twins.pop(next(iter(self._twins)))
-        self._twins[id(host)] = (weakref.ref(host), host._version, twin, mark)
+    def offer(self, host: Tensor, device_copy: Tensor, mark: Any) -> None:
+        if len(self._device_copies) >= MOST_COPIES:
+            self._device_copies.pop(next(iter(self._device_copies)))
+        self._device_copies[id(host)] = (weakref.ref(host), host._version, device_copy, mark)
 
     def notice(self, host: Tensor, moved: Callable[[torch.device], None]) -> None:
         """Call ``moved`` with the device that the script moves this tensor to."""
-        if len(self._noticed) >= MOST_TWINS:
+        if len(self._noticed) >= MOST_COPIES:
             self._noticed.pop(next(iter(self._noticed)))
         self._noticed[id(host)] = (weakref.ref(host), moved)
 
@@ -86,34 +86,34 @@ class Twins:
         noticed = self._noticed.pop(id(host), None)
         if noticed is not None and noticed[0]() is host:
             noticed[1](device)
-        found = self._twins.pop(id(host), None)
+        found = self._device_copies.pop(id(host), None)
         if found is None or found[0]() is not host or found[1] != host._version or found[2].device != device:
             return None
-        _, _, twin, mark = found
+        _, _, device_copy, mark = found
         if mark is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(mark)
-            twin.record_stream(stream)
-        return twin
+            device_copy.record_stream(stream)
+        return device_copy
 
 
-class Resident:
+class ResidentDevice:
     """A device that makes batches of kept samples. The script receives host tensors with device copies.
 
     The samples are on the device too. With ``beside`` they are in host memory, and each batch is copied from
     there.
     """
 
-    def __init__(self, device: torch.device, twins: Twins, beside: bool = False) -> None:
+    def __init__(self, device: torch.device, device_copies: DeviceCopies, beside: bool = False) -> None:
         self.device = device
         self.beside = beside
-        self._twins = twins
-        self._lane: Lane | None = None
+        self._device_copies = device_copies
+        self._lane: CopyStream | None = None
 
     def made(self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]) -> Any:
         """Return the result of ``make(to_host, to_device)`` once all its host copies are complete."""
         if self._lane is None:  # a stream belongs to the process that uses it
-            self._lane = Lane(self.device)
+            self._lane = CopyStream(self.device)
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def to_host(tensor: Tensor) -> Tensor:
@@ -126,12 +126,12 @@ class Resident:
         mark = lane.mark()
         if mark is not None:
             mark.synchronize()  # only this lane waits: the model's work continues
-        for host, twin in pairs:
-            self._twins.offer(host, twin, mark)
+        for host, device_copy in pairs:
+            self._device_copies.offer(host, device_copy, mark)
         return batch
 
 
-class CopiesAhead:
+class DevicePrefetcher:
     """Replaces ``_next_data`` of an iterator: takes ``depth`` batches ahead and starts copying them.
 
     With a depth of 0, or while ``may`` returns False, a copy starts when its batch is made, in the plain
@@ -140,14 +140,14 @@ class CopiesAhead:
     tensors; ``goes_to`` records it.
     """
 
-    def __init__(self, iterator: Any, depth: int, twins: Twins, may: Callable[[], bool] = lambda: True, goes_to: dict[int, torch.device] | None = None) -> None:
+    def __init__(self, iterator: Any, depth: int, device_copies: DeviceCopies, may: Callable[[], bool] = lambda: True, goes_to: dict[int, torch.device] | None = None) -> None:
         self._next = vars(iterator).get("_next_data") or partial(type(iterator)._next_data, weakref.proxy(iterator))
         self._depth = depth
-        self._twins = twins
+        self._device_copies = device_copies
         self._may = may
         self._ready: deque[Any] = deque()
         self._goes_to = {} if goes_to is None else goes_to
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lanes: dict[torch.device, CopyStream] = {}
         self._ended = False
 
     def __call__(self) -> Any:
@@ -167,15 +167,15 @@ class CopiesAhead:
     def _begin(self, batch: Any) -> None:
         for at, tensor in enumerate(tensors_in(batch)):
             if at not in self._goes_to:
-                self._twins.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
+                self._device_copies.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
                 continue
             device = self._goes_to[at]
             if device not in self._lanes:
-                self._lanes[device] = Lane(device)
+                self._lanes[device] = CopyStream(device)
             lane = self._lanes[device]
             with lane.open():
-                twin = lane.to_device(tensor)
-                self._twins.offer(tensor, twin, lane.mark())
+                device_copy = lane.to_device(tensor)
+                self._device_copies.offer(tensor, device_copy, lane.mark())
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -188,26 +188,26 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(part, depth + 1)
 
 
-def hand_out(twins: Twins, ledger: Any) -> None:
+def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
     really_to, really_cuda = Tensor.to, Tensor.cuda
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tensor.is_cuda and twins:
+        if not tensor.is_cuda and device_copies:
             device = device_of(args[0] if args else kwargs.get("device"))
             alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            twin = twins.take(tensor, device) if alone and device is not None else None
-            if twin is not None:
-                return twin
+            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
+            if device_copy is not None:
+                return device_copy
         return really_to(tensor, *args, **kwargs)
 
     def cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tensor.is_cuda and twins:
+        if not tensor.is_cuda and device_copies:
             device = device_of(args[0] if args and args[0] is not None else kwargs.get("device") or "cuda")
             alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            twin = twins.take(tensor, device) if alone and device is not None else None
-            if twin is not None:
-                return twin
+            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
+            if device_copy is not None:
+                return device_copy
         return really_cuda(tensor, *args, **kwargs)
 
     ledger.set(Tensor, "to", to)

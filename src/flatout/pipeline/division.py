@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def divided(tensor: torch.Tensor, by: float) -> torch.Tensor:
+def divide_in_place(tensor: torch.Tensor, by: float) -> torch.Tensor:
     """Divide a floating-point tensor in place by a number. Nothing else may use the tensor.
 
     For a host number, CUDA multiplies by its reciprocal (BinaryDivTrueKernel.cu of torch 2.14). Of the 256

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 WIDEST = 2**28  # from here on, torch.randint takes two words
-AHEAD = 64  # minimum number of words that `Words` reads at a time
+AHEAD = 64  # minimum number of words that `BulkNumbers` reads at a time
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _read(count: int, generator: torch.Generator) -> Tensor:
 
 
 class Numbers:
-    """Draws Python numbers one at a time with torch's own calls. `Words` gives the same numbers faster."""
+    """Draws Python numbers one at a time with torch's own calls. `BulkNumbers` gives the same numbers faster."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator or torch.default_generator
@@ -127,7 +127,7 @@ class Numbers:
         return self.generator
 
 
-class Words(Numbers):
+class BulkNumbers(Numbers):
     """Reads the next words of a generator ahead, at a quarter of the cost of one call per number.
 
     Use it as a context manager: on exit, the generator is where torch's own calls would have left it.
@@ -139,7 +139,7 @@ class Words(Numbers):
         self._ahead: list[int] = []
         self._at = 0
 
-    def __enter__(self) -> Words:
+    def __enter__(self) -> BulkNumbers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,10 +196,10 @@ def understood() -> bool:
     bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
     together = columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
-    with Words(read) as words:
+    with BulkNumbers(read) as words:
         ahead = [[words.draw(kind) for kind in kinds] for _ in range(64)]
     same = all(together[at][row] == one_by_one[row][at] == ahead[row][at] for row in range(64) for at in range(len(kinds)))
-    with Words(read) as words:
+    with BulkNumbers(read) as words:
         orders = [words.randperm(count) for count in range(1, 8)]
     ends = torch.equal(bulk.get_state(), single.get_state())
     same = same and orders == [torch.randperm(count, generator=single).tolist() for count in range(1, 8)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatout.pipeline.choose import single
 from flatout.pipeline.draws import Numbers
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 from flatout.pipeline.resample import areas
 
 
@@ -25,7 +25,7 @@ class Erased(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Erase(Operation):
+class Erase(BatchOperation):
     """Fill a box with ``value`` (one number, or one per channel), or with normal noise if it is None.
 
     ``numbers`` holds one box per image, or None for an unchanged image.
@@ -36,15 +36,15 @@ class Erase(Operation):
     ratio: tuple[float, float]
     value: tuple[float, ...] | None
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         if self.value is not None and len(self.value) not in (1, shape.channels):
             raise ValueError(f"RandomErasing has {len(self.value)} values, but the images have {shape.channels} channels")
         return shape
 
-    def draws(self, shape: Shape) -> None:
+    def draws(self, shape: ImageShape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Numbers) -> Erased | None:
+    def row(self, shape: ImageShape, words: Numbers) -> Erased | None:
         if words.rand() >= self.p:
             return None
         channels, height, width = shape
@@ -66,15 +66,15 @@ class Erase(Operation):
 
 
 def _reader(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         if not ((form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32)) or (v2 and form.kind == "pil" and form.mode in ("L", "RGB"))):
-            raise Unknown(f"RandomErasing does not run in batches on {form.mode or form.dtype} images ({form.kind})")
+            raise NotBatchable(f"RandomErasing does not run in batches on {form.mode or form.dtype} images ({form.kind})")
         if transform.inplace:
-            raise Unknown("RandomErasing in place may change the images of the data set itself in every epoch")
+            raise NotBatchable("RandomErasing in place may change the images of the data set itself in every epoch")
         given = transform.value
         value = None if given is None or isinstance(given, str) else tuple(map(float, given if isinstance(given, (tuple, list)) else [given]))
         if form.dtype == torch.uint8 and (value is None or not all(0 <= each <= 255 for each in value)):
-            raise Unknown("RandomErasing fills bytes with a value outside 0 to 255, which differs between machines")
+            raise NotBatchable("RandomErasing fills bytes with a value outside 0 to 255, which differs between machines")
         return Erase(single(transform.p), tuple(transform.scale), tuple(transform.ratio), value)
 
     return read

@@ -20,23 +20,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from flatout.pipeline.ahead import Ahead
-from flatout.pipeline.device import CopiesAhead, Resident, Twins
-from flatout.pipeline.following import PROBED, Following, learned
+from flatout.pipeline.batch_comparison import different
+from flatout.pipeline.batch_prefetch import BatchPrefetcher
+from flatout.pipeline.device import DeviceCopies, DevicePrefetcher, ResidentDevice
 from flatout.pipeline.gathering import can_be_gathered, gathered
-from flatout.pipeline.inspection import aside
+from flatout.pipeline.inspection import inspection_copy
 from flatout.pipeline.intercept import INTERCEPTION
-from flatout.pipeline.keeping import Keep, spread
+from flatout.pipeline.keeping import CacheOptions, spread
 from flatout.pipeline.kept import replayed
-from flatout.pipeline.likeness import different
-from flatout.pipeline.observing import Reading
-from flatout.pipeline.operation import Unknown
+from flatout.pipeline.observing import PipelineReader
+from flatout.pipeline.operation import NotBatchable
+from flatout.pipeline.pipeline_tracker import PROBED, PipelineTracker, learned
 from flatout.pipeline.pipelines import Pipelines
 from flatout.pipeline.samples import CHANGED, KeptSamples, opened
-from flatout.pipeline.source import Source, StreamSource, cannot_feed, cannot_keep, fetched, is_stream
+from flatout.pipeline.source import FeedSource, StreamSource, cannot_feed, cannot_keep, fetched, is_stream
 from flatout.pipeline.store import Store
-from flatout.pipeline.streaming import Stream
-from flatout.pipeline.streams import WorkerStreams, own_generators, put_back, same_states, states, untouched
+from flatout.pipeline.streaming import StreamFeed
+from flatout.pipeline.streams import WorkerStreams, own_generators, preserve_states, restore_states, same_states, states
 
 
 class Feed:
@@ -48,15 +48,15 @@ class Feed:
     def __init__(self, loader: Any) -> None:
         self.dataset = loader.dataset
         self.batched = self.light = False  # light: transforms with much arithmetic run on single images
-        self.keep: Keep | None = None
+        self.keep: CacheOptions | None = None
         self.as_workers = 0  # batches are drawn as by this many loader workers
         self.ahead = 0  # number of batches that a thread makes ahead
-        self.resident: Resident | None = None  # the device that makes batches and keeps all samples
-        self.copies: tuple[int, Twins] | None = None  # number of batches taken ahead, and their device copies
+        self.resident: ResidentDevice | None = None  # the device that makes batches and keeps all samples
+        self.copies: tuple[int, DeviceCopies] | None = None  # number of batches taken ahead, and their device copies
         self._goes_to: dict[int, torch.device] = {}  # tensor of a batch -> device that the script moves it to
         self.refusal = self._left_alone = cannot_feed(loader)
         self.keeps_nothing = cannot_keep(loader)  # why samples are not (or no longer) kept
-        self.following: Following | None = None
+        self.following: PipelineTracker | None = None
         self.samples: KeptSamples | None = None
         self.listeners: dict[str, Callable[[str], None]] = {}  # option (keep, batched, order) -> receives messages about it
         self._plain_collate = loader.collate_fn
@@ -67,7 +67,7 @@ class Feed:
         self._own: list[Any] = []  # random generators of the data set
         self._thread = 0  # the script's thread, if another one makes batches
         self._ledger_type: Any = None
-        self._stream: Stream | None = None
+        self._stream: StreamFeed | None = None
         self._signature: Any = None  # of the pipelines that a spawned worker should find
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,14 +105,14 @@ class Feed:
         """Start an epoch with a new iterator. Return what replaces the data set, or None."""
         source = self._source(iterator)
         if self.copies is not None:
-            depth, twins = self.copies
+            depth, device_copies = self.copies
             thread, elsewhere = vars(iterator).get("_next_data"), iterator._num_workers or self.as_workers
 
             def may() -> bool:
                 """Return whether batches may be taken ahead without changing the order of draws."""
-                return thread.works if isinstance(thread, Ahead) else bool(elsewhere)
+                return thread.works if isinstance(thread, BatchPrefetcher) else bool(elsewhere)
 
-            iterator._next_data = CopiesAhead(iterator, depth, twins, may, self._goes_to)
+            iterator._next_data = DevicePrefetcher(iterator, depth, device_copies, may, self._goes_to)
         return source
 
     def _source(self, iterator: Any) -> Any:
@@ -123,12 +123,12 @@ class Feed:
         if is_stream(self.dataset):
             if self.following is None:
                 return None
-            self._stream = Stream(self.following, self._plain_collate)
+            self._stream = StreamFeed(self.following, self._plain_collate)
             return StreamSource(self.dataset, self.boxes, None)
         self._thread = threading.get_ident()
         if self.ahead and iterator._num_workers == 0:
-            iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset))
-        return Source(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
+            iterator._next_data = BatchPrefetcher(iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset))
+        return FeedSource(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
 
     def prepare(self) -> None:
         """Read the current pipelines of the data set."""
@@ -141,22 +141,22 @@ class Feed:
             self._close_samples()
             return
         self._own = own_generators(self.dataset)
-        with untouched(self._own):
+        with preserve_states(self._own):
             try:
                 self._read()
-            except Unknown as why:
+            except NotBatchable as why:
                 self._refuse(str(why))
             except Exception as error:
                 self._refuse(f"its samples could not be inspected ({named(error)})")
 
     @property
-    def _keeps(self) -> Keep | None:
+    def _keeps(self) -> CacheOptions | None:
         return self.keep if not self.keeps_nothing else None
 
     def _read(self) -> None:
         default = torch.get_default_device()
         if default.type != "cpu":
-            raise Unknown(f"the default device is {default} (torch.set_default_device), and the data set may draw its random numbers there")
+            raise NotBatchable(f"the default device is {default} (torch.set_default_device), and the data set may draw its random numbers there")
         before = self.following
         if self.samples is not None and self.samples.contents is not None and self.samples.contents.changed(thoroughly=True):
             self._keep_nothing(CHANGED)
@@ -166,24 +166,24 @@ class Feed:
         if self.batched and not following.pipelines.batched and following.why_none:
             self._say("batched", following.why_none)
             if self._keeps is None:
-                raise Unknown(following.why_none)
+                raise NotBatchable(following.why_none)
         if self._keeps is None:
             return
         try:
             if self.samples is not None and (before is None or not before.pipelines.same_as(following.pipelines)):
                 self._close_samples()
             self._open_samples(self._keeps, following)
-        except Unknown as why:
+        except NotBatchable as why:
             if not self.batched:
                 raise
             self._keep_nothing(f"samples are fetched each time: {why}")
             self._read()
 
-    def _learned(self) -> Following:
-        reading = Reading(self.batched, self.light, self._keeps is not None, self._own)
+    def _learned(self) -> PipelineTracker:
+        reading = PipelineReader(self.batched, self.light, self._keeps is not None, self._own)
         return learned(self.dataset, self._plain_collate, reading, partial(self._say, "batched"))
 
-    def _open_samples(self, keep: Keep, following: Following) -> None:
+    def _open_samples(self, keep: CacheOptions, following: PipelineTracker) -> None:
         if self.samples is None:
             self.samples = opened(self.dataset, keep, following.pipelines, self._workers, self._own, raw=not self.batched)
         self.samples.pipelines = following.pipelines
@@ -192,10 +192,10 @@ class Feed:
         self.samples.remember()
         if self.resident is not None:
             if self._plain_collate is not default_collate:
-                raise Unknown("the script has its own collate function, so its batches are not made on the device")
+                raise NotBatchable("the script has its own collate function, so its batches are not made on the device")
             store = self.samples.store
             if store.rows < len(self.dataset) or not can_be_gathered(following.pipelines, store):
-                raise Unknown("not all of it can be on the device: some samples do not fit, or some transforms need single images")
+                raise NotBatchable("not all of it can be on the device: some samples do not fit, or some transforms need single images")
             if not self.resident.beside:
                 store.move_to(self.resident.device)
 
@@ -209,13 +209,13 @@ class Feed:
         """Yield the samples of a stream."""
         self._begin_in_worker()
         if self._stream is None and self.following is not None:
-            self._stream = Stream(self.following, self._plain_collate)
+            self._stream = StreamFeed(self.following, self._plain_collate)
         return self._stream.boxes(dataset) if self._stream is not None else iter(dataset)
 
     def try_out(self) -> str:
         """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
         if not is_stream(self.dataset) and hasattr(self.dataset, "__len__"):
-            with untouched(self._own):
+            with preserve_states(self._own):
                 if not self.refusal and self._is_fed:
                     self._first(spread(len(self.dataset), PROBED))
         return self.refusal
@@ -238,8 +238,8 @@ class Feed:
         except Exception as error:
             if self._thread and threading.get_ident() != self._thread:
                 raise  # only the script's thread moves generators; it makes the batch again
-            why = str(error) if isinstance(error, Unknown) else f"a batch could not be made ({named(error)})"
-        torch.set_rng_state(before) if isinstance(before, Tensor) else put_back(before)
+            why = str(error) if isinstance(error, NotBatchable) else f"a batch could not be made ({named(error)})"
+        torch.set_rng_state(before) if isinstance(before, Tensor) else restore_states(before)
         self._refuse(why)
         return self._plain(indices)  # if the data is at fault, the same error appears again
 
@@ -271,12 +271,12 @@ class Feed:
             self.samples.remember()
         why = self._different(batch, indices, start, end)
         if why and self.samples is not None and self.batched:
-            put_back(start)
+            restore_states(start)
             self._keep_nothing(f"samples are not kept: {why}")
-            with untouched(self._own):
+            with preserve_states(self._own):
                 self.following = self._learned()
             why = self._different(batch, indices, start, end)
-        put_back(end)
+        restore_states(end)
         if why:
             self._refuse(why)
         elif self.samples is not None:
@@ -287,11 +287,11 @@ class Feed:
         """Return how the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
         following, why = self.following, ""
         for at_once in dict.fromkeys((following is not None and following.at_once, True)):
-            put_back(start)
+            restore_states(start)
             try:
                 if following is not None:
                     following.at_once = at_once
-                why = different(batch, self._made(indices, aside(self.dataset)), self.apart)  # fetching has already changed the data set
+                why = different(batch, self._made(indices, inspection_copy(self.dataset)), self.apart)  # fetching has already changed the data set
                 why = why or ("" if same_states(end, states(self._own)) else "random numbers would be drawn in a different order")
             except Exception as error:
                 why = f"its first batch could not be made ({named(error)})"
@@ -304,7 +304,7 @@ class Feed:
         if self.samples is not None:
             try:
                 rows = self.samples.rows(indices, dataset)
-            except Unknown as why:
+            except NotBatchable as why:
                 self._keep_nothing(str(why))
         samples, following = self.samples, self.following
         if rows is not None and samples is not None and self._gathers:
@@ -329,7 +329,7 @@ class Feed:
         self._own = own_generators(self.dataset)
         if self._ledger_type is not None:
             INTERCEPTION.hold(self._ledger_type())
-        with untouched(self._own):
+        with preserve_states(self._own):
             try:
                 self.following = self._learned()
             except Exception as error:
@@ -363,12 +363,12 @@ class Feed:
         self._say_refusal()
 
     def _say_refusal(self) -> None:
-        for wish, wished in (("keep", self.keep), ("batched", self.batched)):
+        for request, wished in (("keep", self.keep), ("batched", self.batched)):
             if wished:
-                self._say(wish, self.refusal)
+                self._say(request, self.refusal)
 
-    def _say(self, wish: str, sentence: str) -> None:
-        listener = self.listeners.get(wish)  # a worker has none
+    def _say(self, request: str, sentence: str) -> None:
+        listener = self.listeners.get(request)  # a worker has none
         if listener is not None and sentence not in self._said:
             self._said.add(sentence)
             listener(sentence)
@@ -379,14 +379,14 @@ def named(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def tried(loaders: Iterable[Any], wish: Callable[[Feed], None], ledger: Any) -> tuple[list[Feed], str]:
-    """Return a tested feed per DataLoader, with the options that ``wish`` sets, and why none works.
+def try_feeds(loaders: Iterable[Any], request: Callable[[Feed], None], ledger: Any) -> tuple[list[Feed], str]:
+    """Return a tested feed per DataLoader, with the options that ``request`` sets, and why none works.
 
     ``ledger`` is a separate one: it is restored at the end.
     """
     INTERCEPTION.hold(ledger)
     try:
-        feeds = [_tried(loader, wish) for loader in loaders]
+        feeds = [_tried(loader, request) for loader in loaders]
     finally:
         ledger.restore()
     if not feeds:
@@ -394,9 +394,9 @@ def tried(loaders: Iterable[Any], wish: Callable[[Feed], None], ledger: Any) -> 
     return feeds, feeds[0].useless if all(feed.useless for feed in feeds) else ""
 
 
-def _tried(loader: Any, wish: Callable[[Feed], None]) -> Feed:
+def _tried(loader: Any, request: Callable[[Feed], None]) -> Feed:
     feed = Feed(loader)
-    wish(feed)
+    request(feed)
     feed.prepare()
     feed.try_out()
     return feed

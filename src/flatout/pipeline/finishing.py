@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.intercept import recording
-from flatout.pipeline.journal import Draws, numbers_of
+from flatout.pipeline.journal import CallDraws, numbers_of
 from flatout.pipeline.lowering import Lowered, stack
-from flatout.pipeline.operation import Form, Shape, Unknown
-from flatout.pipeline.pipelines import Pipeline
+from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
+from flatout.pipeline.pipelines import TransformPipeline
 from flatout.pipeline.streams import same_states, states
 
 
-class Work:
+class DeferredWork:
     """One image with pending operations.
 
     ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out`` the
@@ -25,7 +25,7 @@ class Work:
 
     __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
 
-    def __init__(self, recorder: Any, pipeline: Pipeline, pixels: Any, shape: Shape, out: Shape, draws: tuple[Draws, ...], turn: int = 0) -> None:
+    def __init__(self, recorder: Any, pipeline: TransformPipeline, pixels: Any, shape: ImageShape, out: ImageShape, draws: tuple[CallDraws, ...], turn: int = 0) -> None:
         lowered = _lowered(pipeline)
         self.recorder = recorder
         self.pipeline = pipeline
@@ -34,12 +34,12 @@ class Work:
         self.out = out
         self.draws = draws
         self.turn = turn  # index of the call within its sample
-        self.form: Form = lowered.exit
+        self.form: ImageForm = lowered.exit
         self.certain = not lowered.tail
         self.used = False  # whether it entered a batch or was accessed
 
 
-def batch_of(works: Sequence[Work]) -> Tensor | None:
+def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
     """Return the images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
     first = works[0]
     if _lowered(first.pipeline).tail or any(work.pipeline is not first.pipeline or work.shape != first.shape for work in works):
@@ -47,9 +47,9 @@ def batch_of(works: Sequence[Work]) -> Tensor | None:
     return _run(works)
 
 
-def rows_of(works: Sequence[Work]) -> list[Any]:
+def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
     """Return the images [C, H, W] in the order of the works. They may share the memory of a batch."""
-    groups: dict[tuple[int, Shape], list[int]] = {}
+    groups: dict[tuple[int, ImageShape], list[int]] = {}
     for at, work in enumerate(works):
         groups.setdefault((work.pipeline.number, work.shape), []).append(at)
     rows: list[Any] = [None] * len(works)
@@ -60,7 +60,7 @@ def rows_of(works: Sequence[Work]) -> list[Any]:
     return rows
 
 
-def _run(works: Sequence[Work]) -> Tensor:
+def _run(works: Sequence[DeferredWork]) -> Tensor:
     numbers = [each for part in zip(*(work.draws for work in works), strict=True) for each in numbers_of(part)]
     return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
@@ -75,17 +75,17 @@ def after(lowered: Lowered, batch: Tensor) -> list[Any]:
         for step in lowered.tail:
             rows = [step(row) for row in rows]
     if not same_states(before, states()):
-        raise Unknown("a transform after the batched ones draws random numbers")
+        raise NotBatchable("a transform after the batched ones draws random numbers")
     return rows
 
 
-def _lowered(pipeline: Pipeline) -> Lowered:
+def _lowered(pipeline: TransformPipeline) -> Lowered:
     if pipeline.lowered is None:
         raise LookupError(f"the steps of {pipeline.name} run on single images")
     return pipeline.lowered
 
 
-def finished(work: Work, row: Tensor) -> Any:
+def finished(work: DeferredWork, row: Tensor) -> Any:
     """Return the image as in a plain run, with its own memory. Raises Unknown if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image
@@ -93,6 +93,6 @@ def finished(work: Work, row: Tensor) -> Any:
         pixels = row[0] if len(row) == 1 and work.form.mode == "L" else row.permute(1, 2, 0)
         return Image.fromarray(pixels.contiguous().numpy())
     if not isinstance(row, Tensor):
-        raise Unknown(f"a transform of {work.pipeline.name} now returns a {type(row).__name__}")
+        raise NotBatchable(f"a transform of {work.pipeline.name} now returns a {type(row).__name__}")
     plain = row.as_subclass(Tensor)
     return plain.permute(1, 2, 0).clone(memory_format=torch.contiguous_format).permute(2, 0, 1) if work.pipeline.permuted else plain.clone()

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.pipeline.device import as_it_is
-from flatout.pipeline.draws import Words, columns
+from flatout.pipeline.draws import BulkNumbers, columns
 from flatout.pipeline.finishing import after
-from flatout.pipeline.kept import Program, Result
-from flatout.pipeline.operation import Shape, listed_draws, row_of, rows_together
+from flatout.pipeline.kept import CallResult, ReplayProgram
+from flatout.pipeline.operation import ImageShape, listed_draws, row_of, rows_together
 from flatout.pipeline.pipelines import Pipelines
 from flatout.pipeline.store import Cell, Store
 
@@ -25,8 +25,8 @@ def can_be_gathered(pipelines: Pipelines, store: Store) -> bool:
     return all(pipeline.lowered is not None and not pipeline.off and (pipeline.parent is not None or pipeline.kept == pipeline.start) for pipeline in called)
 
 
-def program_of(store: Store) -> Program:
-    program: Program = store.template[2]
+def program_of(store: Store) -> ReplayProgram:
+    program: ReplayProgram = store.template[2]
     return program
 
 
@@ -42,7 +42,7 @@ def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable
     entering = [_images(columns[cell.column], cell) for cell in sources]
     numbers = _drawn(pipelines, program, entering, len(rows))
 
-    def finish(results: Sequence[Result], *, collate_fn_map: Any = None) -> Any:
+    def finish(results: Sequence[CallResult], *, collate_fn_map: Any = None) -> Any:
         turn = results[0].number
         pipeline = pipelines.found[program.calls[turn][0]]
         if pipeline.lowered is None:
@@ -55,7 +55,7 @@ def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable
     def copied(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
         return to_host(columns[cells[0].column])
 
-    return collate([structure], collate_fn_map={Cell: copied, Result: finish, **default_collate_fn_map})
+    return collate([structure], collate_fn_map={Cell: copied, CallResult: finish, **default_collate_fn_map})
 
 
 def _images(column: Tensor, cell: Cell) -> Tensor:
@@ -63,21 +63,21 @@ def _images(column: Tensor, cell: Cell) -> Tensor:
     return column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
 
 
-def _source(program: Program, turn: int) -> int:
+def _source(program: ReplayProgram, turn: int) -> int:
     start = program.calls[turn][1]
     return start if start >= 0 else _source(program, -1 - start)
 
 
-def _drawn(pipelines: Pipelines, program: Program, entering: Sequence[Tensor], count: int) -> list[Numbers]:
+def _drawn(pipelines: Pipelines, program: ReplayProgram, entering: Sequence[Tensor], count: int) -> list[Numbers]:
     """Return the numbers of each call and of the calls before it, drawn call by call, sample by sample."""
     called = [pipelines.found[number] for number, _ in program.calls]
-    shapes: list[Shape] = []  # before each call
+    shapes: list[ImageShape] = []  # before each call
     for _, start in program.calls:
         before = None if start >= 0 else called[-1 - start].out(shapes[-1 - start])
-        shapes.append(before or Shape(*entering[start].shape[1:]))
+        shapes.append(before or ImageShape(*entering[start].shape[1:]))
     listed = [listed_draws(pipeline.own, shape) for pipeline, shape in zip(called, shapes, strict=True)]
     if any(each is None for each in listed):
-        with Words() as words:
+        with BulkNumbers() as words:
             rows = [[row_of(pipeline.own, shape, words) for pipeline, shape in zip(called, shapes, strict=True)] for _ in range(count)]
         mine = [rows_together(pipeline.own, [row[turn] for row in rows], shape)
                 for turn, (pipeline, shape) in enumerate(zip(called, shapes, strict=True))]

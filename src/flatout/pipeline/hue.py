@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.pipeline.division import divided
+from flatout.pipeline.division import divide_in_place
 
 # For red, green and blue: which of value, middle and lowest (0, 1, 2) it is in each sixth of the circle.
 PLACES = ((0, 1, 2, 2, 1, 0), (1, 0, 0, 1, 2, 2), (2, 2, 1, 0, 0, 1))
@@ -83,7 +83,7 @@ def turn_tensor(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     red, green, blue = ((highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)).unbind(1)
     is_red, is_green = images[:, 0] == highest, images[:, 1] == highest
     hue = torch.where(is_red, blue - green, torch.where(is_green, red + 2.0 - blue, green + 4.0 - red))
-    hue = hue.mul_(1.0 / 6.0) if v2 else divided(hue, 6)
+    hue = hue.mul_(1.0 / 6.0) if v2 else divide_in_place(hue, 6)
     hue = hue.add_(1.0).fmod_(1.0).add_(turns.view(-1, 1, 1)).remainder_(1.0).mul_(6)
     sector = hue.floor()
     part = hue - sector

@@ -13,7 +13,7 @@ from flatout.pipeline.changes import LIBRARIES
 DEEPEST = 8
 
 
-def aside(dataset: Any, depth: int = 0) -> Any:
+def inspection_copy(dataset: Any, depth: int = 0) -> Any:
     """Return a copy for inspection. Changes to its attributes, lists and dictionaries spare the original.
 
     Nested data sets and the program's own callable objects are copied too. The data itself is shared. An
@@ -25,9 +25,9 @@ def aside(dataset: Any, depth: int = 0) -> Any:
     copy = object.__new__(kind)
     for name, value in vars(dataset).items():
         if isinstance(value, Dataset) or _is_own(value):
-            value = aside(value, depth + 1)
+            value = inspection_copy(value, depth + 1)
         elif isinstance(dataset, ConcatDataset) and name == "datasets":
-            value = [aside(inner, depth + 1) for inner in value]
+            value = [inspection_copy(inner, depth + 1) for inner in value]
         elif type(value) in (list, dict, set, OrderedDict):
             value = value.copy()
         elif type(value) is defaultdict:

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline.draws import Numbers, Words, columns
-from flatout.pipeline.operation import Operation, Shape, listed_draws, row_of, rows_together
+from flatout.pipeline.draws import BulkNumbers, Numbers, columns
+from flatout.pipeline.operation import BatchOperation, ImageShape, listed_draws, row_of, rows_together
 
 LONGEST_PATTERN = 16  # most calls per sample that are recognised as a pattern
 
 
-class Draws:
+class CallDraws:
     """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
     __slots__ = ("block", "operations", "place", "row", "shape")
 
-    def __init__(self, operations: tuple[Operation, ...], shape: Shape) -> None:
+    def __init__(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> None:
         self.operations = operations
         self.shape = shape
         self.row: list[Any] | None = None
@@ -38,7 +38,7 @@ class Draws:
         return found
 
 
-def numbers_of(draws: Sequence[Draws]) -> list[Sequence[Any]]:
+def numbers_of(draws: Sequence[CallDraws]) -> list[Sequence[Any]]:
     """Return the numbers of several calls with the same operations and shape, in the operations' format."""
     first = draws[0]
     block = first.block
@@ -52,7 +52,7 @@ def numbers_of(draws: Sequence[Draws]) -> list[Sequence[Any]]:
     return [[column[at] for column in held] for held in block]
 
 
-class Journal:
+class DrawJournal:
     """Calls whose numbers are not drawn yet, in their original order.
 
     Numbers may be drawn later only if no other code draws from torch's generator in between. `in_order`
@@ -62,11 +62,11 @@ class Journal:
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
         self.in_order = True
-        self._waiting: list[Draws] = []
+        self._waiting: list[CallDraws] = []
         self._state: Tensor | None = None  # of torch's generator at the first waiting call
 
-    def add(self, operations: tuple[Operation, ...], shape: Shape) -> Draws:
-        draws = Draws(operations, shape)
+    def add(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> CallDraws:
+        draws = CallDraws(operations, shape)
         if self.at_once:
             draws.row = row_of(operations, shape, Numbers())
             return draws
@@ -88,7 +88,7 @@ class Journal:
         period = _period(waiting)
         listed = [listed_draws(each.operations, each.shape) for each in waiting[:period]]
         if period == 0 or any(each is None for each in listed):
-            with Words() as words:
+            with BulkNumbers() as words:
                 for draws in waiting:
                     draws.row = row_of(draws.operations, draws.shape, words)
             return
@@ -99,7 +99,7 @@ class Journal:
             draws.block, draws.place = blocks[at % period], at // period
 
 
-def _period(waiting: Sequence[Draws]) -> int:
+def _period(waiting: Sequence[CallDraws]) -> int:
     """Return the period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
     keys = [(id(each.operations), each.shape) for each in waiting]
     for period in range(1, min(LONGEST_PATTERN, len(keys)) + 1):

@@ -1,6 +1,6 @@
 """Kept samples: images before any random transform, and the calls that remain.
 
-A kept sample is a tuple: the sample with a `Result` for each image, the source images, and the calls in the
+A kept sample is a tuple: the sample with a `CallResult` for each image, the source images, and the calls in the
 order of the data set's code. Replaying it makes these calls again, so every random number is drawn in the
 plain order.
 """
@@ -13,22 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.pipeline.deferred import become, deferred, is_deferred
+from flatout.pipeline.deferred import deferred, is_deferred, materialize
 from flatout.pipeline.deferring import Deferring
-from flatout.pipeline.finishing import Work
+from flatout.pipeline.finishing import DeferredWork
 from flatout.pipeline.intercept import Plain, recording
 from flatout.pipeline.lowering import form_of, name_of, shape_of
-from flatout.pipeline.operation import Shape, Unknown
-from flatout.pipeline.pipelines import Pipeline, Pipelines
+from flatout.pipeline.operation import ImageShape, NotBatchable
+from flatout.pipeline.pipelines import Pipelines, TransformPipeline
 from flatout.pipeline.store import Constant, mapped
 
 
-class Result(Constant):
+class CallResult(Constant):
     """Stands in a kept sample for the result of a call."""
 
 
 @dataclass(frozen=True)
-class Program(Constant):
+class ReplayProgram(Constant):
     """The calls of one sample: the number of a pipeline, and the source or earlier call that it starts from.
 
     Earlier calls count from -1 downwards.
@@ -37,17 +37,17 @@ class Program(Constant):
     calls: tuple[tuple[int, int], ...] = ()
 
 
-class StandIn:
+class UnreadResult:
     """Stands for the result of an unread transform while its sample is kept. It can only be passed on."""
 
     __slots__ = ("pipeline", "turn")
 
-    def __init__(self, pipeline: Pipeline, turn: int) -> None:
+    def __init__(self, pipeline: TransformPipeline, turn: int) -> None:
         self.pipeline = pipeline
         self.turn = turn
 
 
-class Keeping:
+class SampleRecorder:
     """The recorder of one sample to keep. It draws nothing and returns images that no code may access."""
 
     def __init__(self, pipelines: Pipelines) -> None:
@@ -79,12 +79,12 @@ class Keeping:
 
     def look(self, image: Any) -> None:
         """Record that the sample depends on an image whose random numbers are drawn with its batch."""
-        work: Work = vars(image)["pending"]
+        work: DeferredWork = vars(image)["pending"]
         self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
         value = work.pixels
         for step in work.pipeline.steps[work.pipeline.kept:]:
             value = step(value)
-        become(image, value)
+        materialize(image, value)
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
         for image in images:
@@ -92,24 +92,24 @@ class Keeping:
                 self.look(image)
         return None
 
-    def sample(self, sample: Any) -> tuple[Any, tuple[Any, ...], Program]:
+    def sample(self, sample: Any) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
         """Return the sample in its kept form. Raises Unknown if it cannot be kept."""
         if self._why_not:
-            raise Unknown(self._why_not)
+            raise NotBatchable(self._why_not)
         results = 0
 
         def kept(value: Any) -> Any:
             nonlocal results
             pipeline, turn = _made_by(value)
             results += pipeline is not None
-            return value if pipeline is None else Result(turn)
+            return value if pipeline is None else CallResult(turn)
 
         structure = mapped(sample, kept)
         if not results and self._calls:
-            raise Unknown("the data set uses the results of its transforms in another way")
-        return structure, tuple(self._sources), Program(calls=tuple(self._calls))
+            raise NotBatchable("the data set uses the results of its transforms in another way")
+        return structure, tuple(self._sources), ReplayProgram(calls=tuple(self._calls))
 
-    def _begun(self, pipeline: Pipeline, image: Any) -> Any:
+    def _begun(self, pipeline: TransformPipeline, image: Any) -> Any:
         lowered = pipeline.lowered
         key = id(image), *map(id, pipeline.steps[:pipeline.kept])
         if key not in self._known:
@@ -124,21 +124,21 @@ class Keeping:
             self._sources.append(image)
         return self._left(pipeline, self._known[key])
 
-    def _left(self, pipeline: Pipeline, start: int) -> Any:
+    def _left(self, pipeline: TransformPipeline, start: int) -> Any:
         """Return the object that the data set's code gets for a remaining call."""
         turn = len(self._calls)
         self._calls.append((pipeline.number, start))
         if pipeline.lowered is None or pipeline.kept < pipeline.start:
-            return StandIn(pipeline, turn)
+            return UnreadResult(pipeline, turn)
         source = self._sources[self._root(start)]
         shape = shape_of(source)
-        out: Shape | None = shape
+        out: ImageShape | None = shape
         for each in pipeline.line:
             out = each.out(out) if out is not None else None
         if out is None:
             self._why_not = f"torchvision rejects an image of {tuple(shape)}"
-            return StandIn(pipeline, turn)
-        return deferred(Work(self, pipeline, source, shape, out, (), turn))
+            return UnreadResult(pipeline, turn)
+        return deferred(DeferredWork(self, pipeline, source, shape, out, (), turn))
 
     def _root(self, start: int) -> int:
         while start < 0:
@@ -146,12 +146,12 @@ class Keeping:
         return start
 
 
-def _made_by(value: Any) -> tuple[Pipeline | None, int]:
+def _made_by(value: Any) -> tuple[TransformPipeline | None, int]:
     """Return the pipeline and index of the remaining call behind a value; None for every other value."""
-    if type(value) is StandIn:
+    if type(value) is UnreadResult:
         return value.pipeline, value.turn
     if is_deferred(value):
-        work: Work = vars(value)["pending"]
+        work: DeferredWork = vars(value)["pending"]
         return work.pipeline, work.turn
     return None, 0
 
@@ -170,7 +170,7 @@ def _bare(image: Any) -> Any:
     return image
 
 
-def replayed(kept: tuple[Any, tuple[Any, ...], Program], pipelines: Pipelines, recorder: Deferring) -> Any:
+def replayed(kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: Deferring) -> Any:
     """Rebuild a kept sample by making its calls again."""
     structure, sources, program = kept
     results: list[Any] = []
@@ -179,4 +179,4 @@ def replayed(kept: tuple[Any, tuple[Any, ...], Program], pipelines: Pipelines, r
             pipeline = pipelines.found[number]
             image, done = (sources[start], pipeline.kept) if start >= 0 else (results[-1 - start], 0)
             results.append(recorder.resume(pipeline, image, done))
-    return mapped(structure, lambda value: results[value.number] if type(value) is Result else value)
+    return mapped(structure, lambda value: results[value.number] if type(value) is CallResult else value)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline import affine, choose, color, erase, readers, resample, tone
-from flatout.pipeline.draws import Numbers, Words, columns, understood
-from flatout.pipeline.operation import Form, Operation, Shape, Unknown, listed_draws, row_of, rows_together
+from flatout.pipeline.draws import BulkNumbers, Numbers, columns, understood
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, listed_draws, row_of, rows_together
 from flatout.pipeline.operations import joined
 from flatout.pipeline.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
 PIL_MODES = ("L", "RGB", "RGBA")
-LARGE = Shape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
+LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Lowered:
     steps: tuple[Any, ...]
     start: int
     end: int
-    operations: tuple[Operation, ...]
-    entry: Form
-    exit: Form
+    operations: tuple[BatchOperation, ...]
+    entry: ImageForm
+    exit: ImageForm
     reasons: tuple[str, ...] = ()
 
     @property
@@ -61,20 +61,20 @@ class Lowered:
             found = found * operation.gain + operation.apart
         return found
 
-    def row(self, shape: Shape, words: Numbers) -> list[Any]:
+    def row(self, shape: ImageShape, words: Numbers) -> list[Any]:
         """Return the numbers of one image, with an entry for each operation."""
         return row_of(self.operations, shape, words)
 
-    def draw(self, shape: Shape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
+    def draw(self, shape: ImageShape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
         """Return the numbers of a batch, drawn in the order of single images."""
         listed = listed_draws(self.operations, shape)
         if listed is None:
-            with Words(generator) as words:
+            with BulkNumbers(generator) as words:
                 return self.together([self.row(shape, words) for _ in range(rows)], shape)
         drawn = iter(columns([kind for each in listed for kind in each], rows, generator))
         return [[next(drawn) for _ in each] for each in listed]
 
-    def together(self, rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
+    def together(self, rows: Sequence[list[Any]], shape: ImageShape) -> list[Sequence[Any]]:
         """Convert rows of numbers to the format of `run`."""
         return rows_together(self.operations, rows, shape)
 
@@ -106,20 +106,20 @@ def name_of(transform: Any) -> str:
     return f"v1.{kind.__name__}" if module == "torchvision.transforms.transforms" else ""
 
 
-def read(transform: Any, form: Form) -> Sequence[Operation]:
+def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
     """Return the operations of a transform. Raises Unknown with the reason."""
     name = name_of(transform)
     if name not in READERS:
-        raise Unknown(f"{type(transform).__name__} is not a transform that can run on batches")
+        raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
     if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
-        raise Unknown(f"{type(transform).__name__} has hooks")
+        raise NotBatchable(f"{type(transform).__name__} has hooks")
     try:
         found = READERS[name](transform, form)
-    except Unknown as why:
-        raise Unknown(f"{type(transform).__name__} runs on single images: {why}") from why
+    except NotBatchable as why:
+        raise NotBatchable(f"{type(transform).__name__} runs on single images: {why}") from why
     except (AttributeError, TypeError, ValueError) as error:  # another torchvision version may have different attributes
-        raise Unknown(f"{type(transform).__name__} could not be read ({error})") from error
-    return [found] if isinstance(found, Operation) else list(found)
+        raise NotBatchable(f"{type(transform).__name__} could not be read ({error})") from error
+    return [found] if isinstance(found, BatchOperation) else list(found)
 
 
 READERS = {**readers.READERS, **color.READERS, **tone.READERS, **resample.READERS, **affine.READERS, **erase.READERS, **choose.readers(read)}
@@ -132,7 +132,7 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished
     Moves random generators. Raises Unknown with the reason if nothing can run on a batch.
     """
     if not understood():
-        raise Unknown("flatout does not know how this torch version draws random numbers")
+        raise NotBatchable("flatout does not know how this torch version draws random numbers")
     steps = flat(transform)
     seen, drawing = [_describe(images)], []
     for step in steps:
@@ -156,7 +156,7 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished
         if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
             best = found
     if best is None:
-        raise Unknown(next(reversed(reasons), "its images differ in size or kind, or their kind is unknown"))
+        raise NotBatchable(next(reversed(reasons), "its images differ in size or kind, or their kind is unknown"))
     return best
 
 
@@ -173,7 +173,7 @@ def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
     for step in steps:
         try:
             more = read(step, form)
-        except Unknown as why:
+        except NotBatchable as why:
             reasons[str(why)] = None
             break
         if light and any(operation.heavy for operation in more):
@@ -185,7 +185,7 @@ def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
         end += 1
     every = (*before.steps, *steps)
     if end < len(every) and (form.kind != "tensor" or form.tv):
-        raise Unknown(next(reversed(reasons)))
+        raise NotBatchable(next(reversed(reasons)))
     # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
     behind = joined(operations[len(before.operations):])
     return Lowered(every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons))
@@ -195,13 +195,13 @@ def _left(step: Any) -> str:
     return f'{type(step).__name__} runs on single images, because the value is "light"'
 
 
-def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reasons: dict[str, None], unfinished: bool = False) -> Lowered | None:
+def _run_from(steps: Sequence[Any], start: int, entry: ImageForm, light: bool, reasons: dict[str, None], unfinished: bool = False) -> Lowered | None:
     """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
     form, operations, found = entry, [], None
     for at in range(start, len(steps)):
         try:
             more = read(steps[at], form)
-        except Unknown as why:
+        except NotBatchable as why:
             reasons[str(why)] = None
             break
         if light and any(operation.heavy for operation in more):
@@ -225,7 +225,7 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
         form, _ = _describe(images)
         try:
             operations = read(step, form) if form else None
-        except Unknown:
+        except NotBatchable:
             return at
         if operations is None or any(operation.draws(LARGE) != () for operation in operations):
             return at
@@ -233,32 +233,32 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
     return len(steps)
 
 
-def _describe(images: Sequence[Any]) -> tuple[Form | None, bool]:
+def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:
     """Return the common form of the images (or None), and whether they have one shape."""
     forms, shapes = {form_of(image) for image in images}, {shape_of(image) if form_of(image) else None for image in images}
     return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1
 
 
-def form_of(image: Any) -> Form | None:
+def form_of(image: Any) -> ImageForm | None:
     """Return the form of an image, or None if its kind is unknown."""
     if isinstance(image, Tensor):
         tv = type(image).__module__.startswith("torchvision.tv_tensors")
         known = (type(image) is Tensor or (tv and type(image).__name__ == "Image")) and image.dim() == 3 and image.layout == torch.strided
-        return Form("tensor", image.dtype, tv=tv) if known and image.device.type == "cpu" and not image.requires_grad else None
+        return ImageForm("tensor", image.dtype, tv=tv) if known and image.device.type == "cpu" and not image.requires_grad else None
     if type(image).__module__.split(".")[0] == "PIL":
-        return Form("pil", mode=image.mode) if image.mode in PIL_MODES else None
+        return ImageForm("pil", mode=image.mode) if image.mode in PIL_MODES else None
     if type(image).__module__ == "numpy" and type(image).__name__ == "ndarray":
-        return Form("numpy") if str(image.dtype) == "uint8" and image.ndim in (2, 3) else None
+        return ImageForm("numpy") if str(image.dtype) == "uint8" and image.ndim in (2, 3) else None
     return None
 
 
-def shape_of(image: Any) -> Shape:
+def shape_of(image: Any) -> ImageShape:
     """Return the shape of an image of a known form, without reading its pixels."""
     if isinstance(image, Tensor):
-        return Shape(*image.shape)
+        return ImageShape(*image.shape)
     if hasattr(image, "getbands"):
-        return Shape(len(image.getbands()), image.height, image.width)
-    return Shape(1, *image.shape) if image.ndim == 2 else Shape(image.shape[2], *image.shape[:2])
+        return ImageShape(len(image.getbands()), image.height, image.width)
+    return ImageShape(1, *image.shape) if image.ndim == 2 else ImageShape(image.shape[2], *image.shape[:2])
 
 
 def copied(image: Any) -> Any:
@@ -276,7 +276,7 @@ def same_pixels(a: Any, b: Any) -> bool:
     return bool(a.tobytes() == b.tobytes()) if type(a).__name__ == "ndarray" else True
 
 
-def stack(images: Sequence[Any], shape: Shape | None = None) -> Tensor:
+def stack(images: Sequence[Any], shape: ImageShape | None = None) -> Tensor:
     """Stack images of one known form and shape to [B, C, H, W], with any strides.
 
     PIL images may be given as bytes, together with the shape.

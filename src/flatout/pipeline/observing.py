@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from flatout.pipeline.batch_comparison import different
 from flatout.pipeline.deferring import Deferring
 from flatout.pipeline.intercept import Plain, package_of, recording
-from flatout.pipeline.likeness import different
 from flatout.pipeline.lowering import Lowered, copied, deterministic, extended, lower, same_pixels
-from flatout.pipeline.operation import Unknown
-from flatout.pipeline.pipelines import Pipeline, Pipelines, parameters_of, steps_of
-from flatout.pipeline.streams import put_back, same_states, states
+from flatout.pipeline.operation import NotBatchable
+from flatout.pipeline.pipelines import Pipelines, TransformPipeline, parameters_of, steps_of
+from flatout.pipeline.streams import restore_states, same_states, states
 
 MOST_CALLS = 8  # most calls recorded per transform
 ONE_BY_ONE = {
@@ -24,19 +24,19 @@ ONE_BY_ONE = {
 }
 
 
-class InPlace(Unknown):
+class InPlaceTransform(NotBatchable):
     """Inspecting a sample changes it."""
 
 
 @dataclass(eq=False)
-class Call:
+class TransformCall:
     """A recorded transform call: its input image, its result, and the random generators before and after.
 
     ``parent`` is the call whose result was the input.
     """
 
     transform: Any
-    parent: Call | None
+    parent: TransformCall | None
     image: Any
     result: Any
     before: Any
@@ -44,20 +44,20 @@ class Call:
     in_place: bool
 
     @property
-    def chain(self) -> list[Call]:
+    def chain(self) -> list[TransformCall]:
         """Return the calls that the image went through, this one last."""
         return [*(self.parent.chain if self.parent is not None else ()), self]
 
 
-class Observer:
+class CallObserver:
     """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
 
     def __init__(self, own: Sequence[Any], on_copies: bool) -> None:
         self._own = own
         self._on_copies = on_copies
         self._counts: Counter[int] = Counter()
-        self._made: dict[int, tuple[Any, Call]] = {}
-        self.calls: list[Call] = []
+        self._made: dict[int, tuple[Any, TransformCall]] = {}
+        self.calls: list[TransformCall] = []
 
     def call(self, transform: Any, image: Any, plain: Plain) -> Any:
         if self._counts[id(transform)] >= MOST_CALLS or not is_image(image):
@@ -69,7 +69,7 @@ class Observer:
         with recording(None):
             result = plain(transform, given)
         parent = self._made.get(id(image), (None, None))[1]
-        call = Call(transform, parent, entered, copied(result), before, states(self._own), not same_pixels(entered, given))
+        call = TransformCall(transform, parent, entered, copied(result), before, states(self._own), not same_pixels(entered, given))
         self.calls.append(call)
         self._made[id(result)] = result, call
         return result
@@ -83,7 +83,7 @@ def is_image(thing: Any) -> bool:
 
 
 @dataclass
-class Reading:
+class PipelineReader:
     """How pipelines are read: for batches, or only for the steps before samples are kept."""
 
     batched: bool
@@ -91,16 +91,16 @@ class Reading:
     keeping: bool
     own: Sequence[Any] = ()
 
-    def add(self, pipelines: Pipelines, calls: Sequence[Call]) -> list[str]:
+    def add(self, pipelines: Pipelines, calls: Sequence[TransformCall]) -> list[str]:
         """Read pipelines from these calls. Return why some are not batched. Moves random generators.
 
         Raises InPlace if a transform writes into its input image.
         """
         reasons: dict[str, None] = {}
         if any(call.in_place for call in calls):
-            raise InPlace("its transforms change the images of the data set in place")
+            raise InPlaceTransform("its transforms change the images of the data set in place")
         fed = {id(call.parent.transform) for call in calls if call.parent is not None}
-        groups: dict[int, list[Call]] = {}
+        groups: dict[int, list[TransformCall]] = {}
         for call in calls:
             groups.setdefault(id(call.transform), []).append(call)
         for group in groups.values():
@@ -115,14 +115,14 @@ class Reading:
                     self._try(pipelines, parent, group, id(call.transform) in fed, reasons)
         return list(reasons)
 
-    def _try(self, pipelines: Pipelines, parent: Pipeline | None, group: list[Call], feeds: bool, reasons: dict[str, None]) -> None:
+    def _try(self, pipelines: Pipelines, parent: TransformPipeline | None, group: list[TransformCall], feeds: bool, reasons: dict[str, None]) -> None:
         """Add the pipeline of these calls, if any."""
         transform = group[0].transform
         lowered = None
         if self.batched:
             try:
                 lowered = self._lowered(parent, group, feeds)
-            except Unknown as why:
+            except NotBatchable as why:
                 reasons[ONE_BY_ONE.get(package_of(transform), str(why))] = None
         if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
             return
@@ -144,20 +144,20 @@ class Reading:
         else:
             pipelines.finished.append(pipeline.parameters)
 
-    def _lowered(self, parent: Pipeline | None, group: list[Call], feeds: bool) -> Lowered:
+    def _lowered(self, parent: TransformPipeline | None, group: list[TransformCall], feeds: bool) -> Lowered:
         transform = group[0].transform
         if package_of(transform) in ONE_BY_ONE:
-            raise Unknown(ONE_BY_ONE[package_of(transform)])
+            raise NotBatchable(ONE_BY_ONE[package_of(transform)])
         if parent is None:
             return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
         if parent.lowered is None:
-            raise Unknown(f"{parent.name} runs on single images")
+            raise NotBatchable(f"{parent.name} runs on single images")
         found = extended(parent.lowered, transform, self.light)
         if found.exit.kind == "pil" and not feeds:
-            raise Unknown("none of its transforms makes a tensor")
+            raise NotBatchable("none of its transforms makes a tensor")
         return found
 
-    def _pipeline(self, number: int, parent: Pipeline | None, transform: Any, lowered: Lowered | None, group: list[Call]) -> Pipeline:
+    def _pipeline(self, number: int, parent: TransformPipeline | None, transform: Any, lowered: Lowered | None, group: list[TransformCall]) -> TransformPipeline:
         mine = steps_of(transform)
         steps = (*(parent.steps if parent is not None else ()), *mine)
         start = lowered.start if lowered is not None else len(steps)
@@ -167,14 +167,14 @@ class Reading:
         read = steps[start:lowered.end] if lowered is not None else ()
         tensors = [call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3]
         permuted = bool(tensors) and all(_is_permuted(each) for each in tensors)
-        return Pipeline(number, parent, transform, steps, kept, start, lowered, parameters_of(transform, (*steps[:kept], *read)), permuted)
+        return TransformPipeline(number, parent, transform, steps, kept, start, lowered, parameters_of(transform, (*steps[:kept], *read)), permuted)
 
 
 def _is_permuted(image: Tensor) -> bool:
     return not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous()
 
 
-def _of_call(pipelines: Pipelines, call: Call | None) -> list[Pipeline]:
+def _of_call(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
     """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
@@ -182,7 +182,7 @@ def _of_call(pipelines: Pipelines, call: Call | None) -> list[Pipeline]:
     return [pipeline for pipeline in found if pipeline is not None]
 
 
-def _misread(pipeline: Pipeline, calls: Sequence[Call], own: Sequence[Any]) -> str:
+def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: Sequence[Any]) -> str:
     """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
     line = pipeline.line
     for call in calls:
@@ -193,7 +193,7 @@ def _misread(pipeline: Pipeline, calls: Sequence[Call], own: Sequence[Any]) -> s
         image = copied(chain[0].image)
         with recording(None):
             for each, link in zip(chain, line, strict=True):
-                put_back(each.before)
+                restore_states(each.before)
                 image = recorder.resume(link, image, 0)
                 if not same_states(states(own), each.after):
                     return f"{link.name} draws its random numbers in an unknown order"

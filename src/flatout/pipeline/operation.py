@@ -15,14 +15,14 @@ from torch import Tensor
 from flatout.pipeline.draws import Draw, Numbers, Uniform
 
 
-class Shape(NamedTuple):
+class ImageShape(NamedTuple):
     channels: int
     height: int
     width: int
 
 
 @dataclass(frozen=True)
-class Form:
+class ImageForm:
     """The kind of an image at one point of a pipeline. Arithmetic differs between PIL images and tensors."""
 
     kind: str  # "pil", "numpy" or "tensor"
@@ -31,11 +31,11 @@ class Form:
     tv: bool = False  # whether it is a tv_tensors.Image, not a plain tensor
 
 
-class Unknown(Exception):
+class NotBatchable(Exception):
     """Why a transform cannot run on a batch, as a sentence."""
 
 
-class Operation:
+class BatchOperation:
     """One transform of a batch. By default, it is deterministic and keeps shape and form.
 
     Values equal torchvision's for single images, bit for bit or within ``apart``. If an image takes a fixed
@@ -48,19 +48,19 @@ class Operation:
     gain: float = 1.0  # factor by which it widens an earlier difference
     heavy: bool = False  # its arithmetic dominates: large images may be faster one by one
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...] | None:
         return ()
 
-    def row(self, shape: Shape, words: Numbers) -> Any:
+    def row(self, shape: ImageShape, words: Numbers) -> Any:
         """Return the numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 
-    def drawn(self, shape: Shape, words: Numbers) -> Any:
+    def drawn(self, shape: ImageShape, words: Numbers) -> Any:
         """Return the numbers of one image, with or without listed draws."""
         kinds = self.draws(shape)
         return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
 
-    def together(self, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
+    def together(self, shape: ImageShape, rows: Sequence[Any]) -> Sequence[Any]:
         """Convert the results of `drawn` to the format of a call: columns if the draws are listed."""
         kinds = self.draws(shape)
         if kinds is None:
@@ -68,14 +68,14 @@ class Operation:
         dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
         return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         """Return the shape of the result.
 
         Raises ValueError if torchvision would reject the image, Unknown if the results would differ in shape.
         """
         return shape
 
-    def form(self, form: Form) -> Form:
+    def form(self, form: ImageForm) -> ImageForm:
         return form
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
@@ -86,14 +86,14 @@ class Operation:
         raise NotImplementedError
 
 
-def shape_after(operations: Sequence[Operation], shape: Shape) -> Shape:
+def shape_after(operations: Sequence[BatchOperation], shape: ImageShape) -> ImageShape:
     """Return the shape after the operations. Raises ValueError if torchvision would reject the image."""
     for operation in operations:
         shape = operation.shape(shape)
     return shape
 
 
-def listed_draws(operations: Sequence[Operation], shape: Shape) -> list[tuple[Draw, ...]] | None:
+def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]] | None:
     """Return the draws of each operation, or None if their count depends on drawn values."""
     found = []
     for operation in operations:
@@ -105,7 +105,7 @@ def listed_draws(operations: Sequence[Operation], shape: Shape) -> list[tuple[Dr
     return found
 
 
-def row_of(operations: Sequence[Operation], shape: Shape, words: Numbers) -> list[Any]:
+def row_of(operations: Sequence[BatchOperation], shape: ImageShape, words: Numbers) -> list[Any]:
     """Return the numbers of one image, with an entry for each operation."""
     found: list[Any] = []
     for operation in operations:
@@ -114,7 +114,7 @@ def row_of(operations: Sequence[Operation], shape: Shape, words: Numbers) -> lis
     return found
 
 
-def rows_together(operations: Sequence[Operation], rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
+def rows_together(operations: Sequence[BatchOperation], rows: Sequence[list[Any]], shape: ImageShape) -> list[Sequence[Any]]:
     """Convert rows of numbers to the operations' format: columns, except where the count is not fixed."""
     found: list[Sequence[Any]] = []
     for at, operation in enumerate(operations):
@@ -123,5 +123,5 @@ def rows_together(operations: Sequence[Operation], rows: Sequence[list[Any]], sh
     return found
 
 
-Reader = Callable[[Any, Form], "Operation | Sequence[Operation]"]
+Reader = Callable[[Any, ImageForm], "BatchOperation | Sequence[BatchOperation]"]
 """Returns the operations of a torchvision transform for this form. Raises Unknown with the reason."""

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flatout.pipeline.division import divided
+from flatout.pipeline.division import divide_in_place
 from flatout.pipeline.draws import Draw, Integer, Uniform
-from flatout.pipeline.operation import Form, Operation, Shape
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape
 
 
 @dataclass(frozen=True)
-class Flip(Operation):
+class Flip(BatchOperation):
     """Mirror about ``axis`` (-1 left and right, -2 top and bottom) with probability ``p``."""
 
     axis: int
     p: float
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         return (Uniform(),)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -30,7 +30,7 @@ class Flip(Operation):
 
 
 @dataclass(frozen=True)
-class Pad(Operation):
+class Pad(BatchOperation):
     """Pad every side. ``fill`` has one number per channel, or one for all; only the constant mode uses it."""
 
     left: int
@@ -40,14 +40,14 @@ class Pad(Operation):
     mode: str = "constant"
     fill: tuple[float, ...] = (0,)
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         if self.mode == "reflect" and (max(self.top, self.bottom) >= shape.height or max(self.left, self.right) >= shape.width):
             raise ValueError(f"{self} reflects more pixels than an image of {shape.height} x {shape.width} has")
-        return Shape(shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right)
+        return ImageShape(shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         batch, *dimensions = images.shape
-        old = Shape(*dimensions)
+        old = ImageShape(*dimensions)
         if self.mode != "constant":
             rows = _positions(old.height, self.top, self.bottom, self.mode).to(images.device)
             columns = _positions(old.width, self.left, self.right, self.mode).to(images.device)
@@ -72,7 +72,7 @@ def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PadTo(Operation):
+class PadTo(BatchOperation):
     """Pad both sides of a too small image by the full difference, so that it exceeds the requested size."""
 
     height: int
@@ -80,38 +80,38 @@ class PadTo(Operation):
     mode: str
     fill: tuple[float, ...]
 
-    def _pad(self, shape: Shape) -> Pad:
+    def _pad(self, shape: ImageShape) -> Pad:
         rows, columns = max(0, self.height - shape.height), max(0, self.width - shape.width)
         return Pad(columns, rows, columns, rows, self.mode, self.fill)
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         return self._pad(shape).shape(shape)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        pad = self._pad(Shape(*images.shape[1:]))
+        pad = self._pad(ImageShape(*images.shape[1:]))
         return pad(images, numbers) if pad.top or pad.left else images
 
 
 @dataclass(frozen=True)
-class Window(Operation):
+class Window(BatchOperation):
     """Crop a window of this size at a random position. An image of exactly this size draws nothing."""
 
     height: int
     width: int
     apart_axes: bool = False  # v2 draws for each axis separately, v1 for both or none
 
-    def _drawn(self, shape: Shape) -> tuple[bool, bool]:
+    def _drawn(self, shape: ImageShape) -> tuple[bool, bool]:
         rows, columns = shape.height > self.height, shape.width > self.width
         return (rows, columns) if self.apart_axes else (rows or columns, rows or columns)
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         rows, columns = self._drawn(shape)
         return (Integer(shape.height - self.height + 1),) * rows + (Integer(shape.width - self.width + 1),) * columns
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         if shape.height < self.height or shape.width < self.width:
             raise ValueError(f"a crop of {self.height} x {self.width} does not fit into an image of {shape.height} x {shape.width}")
-        return Shape(shape.channels, self.height, self.width)
+        return ImageShape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         images = images.contiguous()
@@ -119,7 +119,7 @@ class Window(Operation):
 
     def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
         """Return the top row and the left column of each window."""
-        rows, columns = self._drawn(Shape(*images.shape[1:]))
+        rows, columns = self._drawn(ImageShape(*images.shape[1:]))
         left = iter(numbers)
         nothing = [0] * len(images)
         return next(left).tolist() if rows else nothing, next(left).tolist() if columns else nothing
@@ -135,16 +135,16 @@ class Window(Operation):
 
 
 @dataclass(frozen=True)
-class FlippedWindow(Operation):
+class FlippedWindow(BatchOperation):
     """Crop and then flip horizontally, by cropping from an image that is already flipped."""
 
     window: Window
     flip: Flip
 
-    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         return self.window.draws(shape) + self.flip.draws(shape)
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         return self.window.shape(shape)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -157,14 +157,14 @@ class FlippedWindow(Operation):
 
 
 @dataclass(frozen=True)
-class CenterPart(Operation):
+class CenterPart(BatchOperation):
     """Crop the centre. A too small image is first padded with black."""
 
     height: int
     width: int
 
-    def shape(self, shape: Shape) -> Shape:
-        return Shape(shape.channels, self.height, self.width)
+    def shape(self, shape: ImageShape) -> ImageShape:
+        return ImageShape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         height, width = images.shape[2:]
@@ -177,25 +177,25 @@ class CenterPart(Operation):
 
 
 @dataclass(frozen=True)
-class ToTensor(Operation):
+class ToTensor(BatchOperation):
     """Convert a PIL image or an array to a tensor with the same integer values."""
 
     tv: bool = False
 
-    def form(self, form: Form) -> Form:
-        return Form("tensor", form.dtype, tv=self.tv)
+    def form(self, form: ImageForm) -> ImageForm:
+        return ImageForm("tensor", form.dtype, tv=self.tv)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         return images
 
 
 @dataclass(frozen=True)
-class Convert(Operation):
+class Convert(BatchOperation):
     """Change the dtype without changing the values."""
 
     dtype: torch.dtype
 
-    def form(self, form: Form) -> Form:
+    def form(self, form: ImageForm) -> ImageForm:
         return replace(form, dtype=self.dtype)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -203,23 +203,23 @@ class Convert(Operation):
 
 
 @dataclass(frozen=True)
-class Scale(Operation):
+class ScaleBytes(BatchOperation):
     """Scale bytes to floats in [0, 1], by division (v1) or reciprocal (v2), which rounds differently."""
 
     dtype: torch.dtype
     divide: bool = True
     gain: float = 1.0 / 255
 
-    def form(self, form: Form) -> Form:
+    def form(self, form: ImageForm) -> ImageForm:
         return replace(form, dtype=self.dtype)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         floats = images.to(self.dtype, memory_format=torch.contiguous_format)
-        return divided(floats, 255) if self.divide else floats.mul_(1.0 / 255)
+        return divide_in_place(floats, 255) if self.divide else floats.mul_(1.0 / 255)
 
 
 @dataclass(frozen=True)
-class Normalize(Operation):
+class Normalize(BatchOperation):
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
@@ -232,9 +232,9 @@ class Normalize(Operation):
         return images.sub(mean).div_(deviation)
 
 
-def joined(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+def joined(operations: Sequence[BatchOperation]) -> tuple[BatchOperation, ...]:
     """Merge adjacent operations where that is faster."""
-    found: list[Operation] = []
+    found: list[BatchOperation] = []
     for operation in operations:
         if isinstance(operation, Flip) and operation.axis == -1 and found and isinstance(found[-1], Window):
             found[-1] = FlippedWindow(found[-1], operation)

@@ -27,7 +27,7 @@ BLOCK = 16  # adjacent results that share one window of the input
 AT_ONCE = 2**20  # elements of a window tensor that fit into a cache
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     top: int
     left: int
     height: int
@@ -110,7 +110,7 @@ def nearest(length: int, size: int) -> Tensor:
     return torch.tensor(found)
 
 
-def resample(images: Tensor, boxes: Sequence[Box], height: int, width: int, name: str, tall_first: bool) -> Tensor:
+def resample(images: Tensor, boxes: Sequence[CropBox], height: int, width: int, name: str, tall_first: bool) -> Tensor:
     """Resample byte images [B, C, H, W] with one box, or one per image. ``name`` is "nearest" or a filter.
 
     ``tall_first`` says whether Pillow resamples columns first if they shrink by more than twice as many

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from flatout.pipeline.changes import Parameters
+from flatout.pipeline.changes import TransformState
 from flatout.pipeline.intercept import as_step
 from flatout.pipeline.lowering import CONTAINERS, Lowered, flat, form_of, name_of, shape_of
-from flatout.pipeline.operation import Operation, Shape, Unknown, shape_after
+from flatout.pipeline.operation import BatchOperation, ImageShape, NotBatchable, shape_after
 
 MOST_SHAPES = 4096  # most image shapes that are cached
 MOST = 64  # most transforms followed per data set
 
 
 @dataclass(eq=False)
-class Pipeline:
+class TransformPipeline:
     """A transform call, on a plain image or on a deferred result of the pipeline ``parent``.
 
     ``steps`` includes the steps of earlier calls. ``kept`` of them run before samples are kept, and ``start``
@@ -26,30 +26,30 @@ class Pipeline:
     """
 
     number: int
-    parent: Pipeline | None
+    parent: TransformPipeline | None
     transform: Any
     steps: tuple[Any, ...]
     kept: int
     start: int
     lowered: Lowered | None
-    parameters: Parameters  # of the read transforms, and of those that kept samples went through
+    parameters: TransformState  # of the read transforms, and of those that kept samples went through
     permuted: bool = False  # its images are channels-last in memory
     proved: bool = False  # its images were observed to enter a batch
     off: bool = False
     alone: int = 0  # images computed one by one, because the program accessed them
     together: int = 0  # images computed in batches
-    _out: dict[Shape, Shape | None] = field(default_factory=dict)
-    _entering: dict[Any, tuple[Shape, Shape] | None] = field(default_factory=dict)  # of PIL images: type, mode and size
+    _out: dict[ImageShape, ImageShape | None] = field(default_factory=dict)
+    _entering: dict[Any, tuple[ImageShape, ImageShape] | None] = field(default_factory=dict)  # of PIL images: type, mode and size
 
     def __post_init__(self) -> None:
         mine, before = self.lowered, self.parent.lowered if self.parent is not None else None
-        self.own: tuple[Operation, ...] = mine.operations[len(before.operations) if before is not None else 0:] if mine is not None else ()
+        self.own: tuple[BatchOperation, ...] = mine.operations[len(before.operations) if before is not None else 0:] if mine is not None else ()
         self.draws = any(operation.draws(LARGE) != () for operation in self.own)
         self.no_draws: list[Sequence[Any]] = [[] for _ in self.own]
         self.own_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0:]
 
     @property
-    def line(self) -> list[Pipeline]:
+    def line(self) -> list[TransformPipeline]:
         """Return the calls that an image went through, this one last."""
         return [*(self.parent.line if self.parent is not None else ()), self]
 
@@ -68,17 +68,17 @@ class Pipeline:
         self.alone = self.together = 0
         self.proved = False
 
-    def out(self, shape: Shape) -> Shape | None:
+    def out(self, shape: ImageShape) -> ImageShape | None:
         """Return the shape after this call's operations, or None if torchvision would reject the image."""
         if shape not in self._out:
             _bound(self._out)
             try:
                 self._out[shape] = shape_after(self.own, shape)
-            except (ValueError, Unknown):
+            except (ValueError, NotBatchable):
                 self._out[shape] = None
         return self._out[shape]
 
-    def entering(self, image: Any) -> tuple[Shape, Shape] | None:
+    def entering(self, image: Any) -> tuple[ImageShape, ImageShape] | None:
         """Return a first call's image shapes before and after, or None if torchvision must handle it."""
         key = (type(image), image.mode, image.size) if hasattr(image, "getbands") else None
         if key in self._entering:
@@ -99,30 +99,30 @@ def _bound(remembered: dict[Any, Any]) -> None:
         remembered.clear()
 
 
-LARGE = Shape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
+LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 class Pipelines:
     """Pipelines by the called transform and its input."""
 
     def __init__(self) -> None:
-        self.found: list[Pipeline] = []
-        self.finished: list[Parameters] = []  # of transforms whose results are kept unchanged
-        self._by_call: dict[tuple[int, int], Pipeline] = {}
+        self.found: list[TransformPipeline] = []
+        self.finished: list[TransformState] = []  # of transforms whose results are kept unchanged
+        self._by_call: dict[tuple[int, int], TransformPipeline] = {}
         self._met: dict[int, Any] = {}  # transforms that were read or failed; held so that no id is reused
 
-    def __iter__(self) -> Iterator[Pipeline]:
+    def __iter__(self) -> Iterator[TransformPipeline]:
         return iter(self.found)
 
     def __bool__(self) -> bool:
         """Return whether any pipeline is still followed."""
         return any(not pipeline.off for pipeline in self.found)
 
-    def add(self, pipeline: Pipeline) -> None:
+    def add(self, pipeline: TransformPipeline) -> None:
         self.found.append(pipeline)
         self._by_call[id(pipeline.parent), id(pipeline.transform)] = pipeline
 
-    def of(self, parent: Pipeline | None, transform: Any) -> Pipeline | None:
+    def of(self, parent: TransformPipeline | None, transform: Any) -> TransformPipeline | None:
         """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
         found = self._by_call.get((id(parent), id(transform)))
         return None if found is None or found.off else found
@@ -140,7 +140,7 @@ class Pipelines:
         return len(self._met) >= MOST
 
     @property
-    def batched(self) -> list[Pipeline]:
+    def batched(self) -> list[TransformPipeline]:
         """Return the pipelines whose images are computed in batches."""
         return [pipeline for pipeline in self.found if pipeline.lowered is not None and not pipeline.off]
 
@@ -169,9 +169,9 @@ def steps_of(transform: Any) -> tuple[Any, ...]:
     return tuple(as_step(step) for step in flat(transform))
 
 
-def parameters_of(transform: Any, read: Sequence[Any]) -> Parameters:
+def parameters_of(transform: Any, read: Sequence[Any]) -> TransformState:
     """Return what must not change: the read steps, and the lists that hold them."""
-    return Parameters(read, _containers(transform))
+    return TransformState(read, _containers(transform))
 
 
 def _containers(transform: Any) -> list[Any]:

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatout.pipeline.draws import Numbers
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
-from flatout.pipeline.pillow_resample import FILTERS, Box, resample
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
+from flatout.pipeline.pillow_resample import FILTERS, CropBox, resample
 
 TRIES = 10
 OF_PILLOW = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's constants
 
 
 class Resampler(Protocol):
-    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+    def __call__(self, images: Tensor, boxes: Sequence[CropBox], height: int, width: int) -> Tensor:
         """Resample [B, C, H, W] to [B, C, height, width], with one box per image or one for all."""
 
 
@@ -33,7 +33,7 @@ class PillowResampler:
     name: str
     tall_first: bool
 
-    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+    def __call__(self, images: Tensor, boxes: Sequence[CropBox], height: int, width: int) -> Tensor:
         return resample(images, boxes, height, width, self.name, self.tall_first)
 
 
@@ -48,12 +48,12 @@ class TensorResampler:
     antialias: bool
     bytes_as_floats: bool
 
-    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+    def __call__(self, images: Tensor, boxes: Sequence[CropBox], height: int, width: int) -> Tensor:
         if len(set(boxes)) == 1:
             return self._resized(images, boxes[0], height, width)
         return torch.cat([self._resized(images[row:row + 1], box, height, width) for row, box in enumerate(boxes)])
 
-    def _resized(self, images: Tensor, box: Box, height: int, width: int) -> Tensor:
+    def _resized(self, images: Tensor, box: CropBox, height: int, width: int) -> Tensor:
         images = images[:, :, box.top:box.top + box.height, box.left:box.left + box.width]
         if (box.height, box.width) == (height, width):
             return images
@@ -66,7 +66,7 @@ class TensorResampler:
 
 
 @dataclass(frozen=True)
-class Resize(Operation):
+class Resize(BatchOperation):
     """Resize to a height and width, to a shorter side, or to a longer side.
 
     A shorter side may come with a limit for the longer one.
@@ -77,9 +77,9 @@ class Resize(Operation):
     size: tuple[int, ...] | None
     longest: int | None = None
 
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         if self.size is not None and len(self.size) == 2:
-            return Shape(shape.channels, *self.size)
+            return ImageShape(shape.channels, *self.size)
         short, long = sorted(shape[1:])
         if self.size is None:
             assert self.longest is not None
@@ -91,16 +91,16 @@ class Resize(Operation):
             if self.longest is not None and new_long > self.longest:
                 new_short, new_long = int(self.longest * new_short / new_long), self.longest
         height, width = (new_long, new_short) if shape.width <= shape.height else (new_short, new_long)
-        return Shape(shape.channels, height, width)
+        return ImageShape(shape.channels, height, width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
-        old = Shape(*images.shape[1:])
+        old = ImageShape(*images.shape[1:])
         new = self.shape(old)
-        return images if new == old else self.resampler(images, [Box(0, 0, old.height, old.width)], new.height, new.width)
+        return images if new == old else self.resampler(images, [CropBox(0, 0, old.height, old.width)], new.height, new.width)
 
 
 @dataclass(frozen=True)
-class ResizedCrop(Operation):
+class ResizedCrop(BatchOperation):
     """Resize a box with random area and aspect ratio to a fixed size. ``numbers`` holds boxes."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
@@ -110,25 +110,25 @@ class ResizedCrop(Operation):
     scale: tuple[float, float]
     ratio: tuple[float, float]
 
-    def shape(self, shape: Shape) -> Shape:
-        return Shape(shape.channels, self.height, self.width)
+    def shape(self, shape: ImageShape) -> ImageShape:
+        return ImageShape(shape.channels, self.height, self.width)
 
-    def draws(self, shape: Shape) -> None:
+    def draws(self, shape: ImageShape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Numbers) -> Box:
+    def row(self, shape: ImageShape, words: Numbers) -> CropBox:
         _, height, width = shape
         for area, aspect in areas(words, self.scale, self.ratio, height * width):
             wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= width and 0 < high <= height:
                 top = words.randint(0, height - high + 1)
-                return Box(top, words.randint(0, width - wide + 1), high, wide)
+                return CropBox(top, words.randint(0, width - wide + 1), high, wide)
         wide, high = width, height
         if width / height < min(self.ratio):
             high = round(width / min(self.ratio))
         elif width / height > max(self.ratio):
             wide = round(height * max(self.ratio))
-        return Box((height - high) // 2, (width - wide) // 2, high, wide)
+        return CropBox((height - high) // 2, (width - wide) // 2, high, wide)
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         return self.resampler(images, numbers, self.height, self.width)
@@ -154,7 +154,7 @@ def interpolation_of(transform: Any) -> str:
     return OF_PILLOW[given] if isinstance(given, int) else str(given)
 
 
-def _resampler(transform: Any, form: Form, v2: bool) -> Resampler:
+def _resampler(transform: Any, form: ImageForm, v2: bool) -> Resampler:
     name = interpolation_of(transform)
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         name = "nearest" if name == "nearest-exact" else name
@@ -164,14 +164,14 @@ def _resampler(transform: Any, form: Form, v2: bool) -> Resampler:
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32) and (smooth or name in ("nearest", "nearest-exact")):
         floats = form.dtype == torch.uint8 and (not v2 or (name == "bilinear" and not _bilinear_of_bytes()))
         return TensorResampler(name, smooth and bool(transform.antialias), floats)
-    raise Unknown(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter")
+    raise NotBatchable(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter")
 
 
 def _pillow() -> int:
     """Return the major version of the imported Pillow."""
     version = getattr(sys.modules.get("PIL"), "__version__", "none")
     if not re.fullmatch(r"\d+(\.\d+)*", version):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
-        raise Unknown(f"flatout does not know how Pillow {version} resamples")
+        raise NotBatchable(f"flatout does not know how Pillow {version} resamples")
     return int(version.split(".")[0])
 
 
@@ -181,7 +181,7 @@ def _bilinear_of_bytes() -> bool:
 
 
 def _resize(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         size = transform.size
         return Resize(_resampler(transform, form, v2), (size,) if isinstance(size, int) else size and tuple(size), transform.max_size)
 
@@ -189,7 +189,7 @@ def _resize(v2: bool) -> Reader:
 
 
 def _resized_crop(v2: bool) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         height, width = transform.size if len(transform.size) == 2 else transform.size * 2
         return ResizedCrop(_resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio))
 

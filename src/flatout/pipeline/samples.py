@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline.changes import Contents
-from flatout.pipeline.inspection import aside
+from flatout.pipeline.changes import DatasetState
+from flatout.pipeline.inspection import inspection_copy
 from flatout.pipeline.intercept import recording
-from flatout.pipeline.keeping import Keep, proved_store
-from flatout.pipeline.kept import Keeping
-from flatout.pipeline.operation import Unknown
+from flatout.pipeline.keeping import CacheOptions, proved_store
+from flatout.pipeline.kept import SampleRecorder
+from flatout.pipeline.operation import NotBatchable
 from flatout.pipeline.pipelines import Pipelines
 from flatout.pipeline.source import fetched
 from flatout.pipeline.store import Store
-from flatout.pipeline.streams import put_back, same_states, states
+from flatout.pipeline.streams import restore_states, same_states, states
 
 AT_A_TIME = 256  # samples fetched together when all are kept ahead
 WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later every eighth
@@ -30,14 +30,14 @@ class KeptSamples:
     With ``shared``, loader workers fill the same store. ``own`` holds the random generators of the data set.
     """
 
-    def __init__(self, dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any]) -> None:
+    def __init__(self, dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any]) -> None:
         self.dataset = dataset
         self.pipelines = pipelines
         self.keep = keep
         self.own = own
-        copy = aside(dataset)
+        copy = inspection_copy(dataset)
         self.store: Store = proved_store(copy, lambda index: self._sample(copy, index), keep, shared, own)
-        self.contents: Contents | None = Contents(dataset)
+        self.contents: DatasetState | None = DatasetState(dataset)
         self._fetched = False  # changes during a fetch are made by the data set's own code
         self._batches = 0
 
@@ -63,7 +63,7 @@ class KeptSamples:
     def rows(self, indices: Sequence[Any], dataset: Any) -> Tensor | None:
         """Return the rows of these samples, fetching missing ones; None if one of them has no row."""
         if self.contents is not None and self.contents.changed():
-            raise Unknown(CHANGED)
+            raise NotBatchable(CHANGED)
         self._fetched = True
         if {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= self.store.rows:
             return None
@@ -98,13 +98,13 @@ class KeptSamples:
 
     def _sample(self, dataset: Any, index: int) -> Any:
         self._fetched = True
-        keeping = Keeping(self.pipelines)
+        keeping = SampleRecorder(self.pipelines)
         try:
             with recording(keeping):
                 sample = fetched(dataset, [index])[0]
         except Exception as error:
             if keeping.answered:  # the data set's code got an image that is not computed yet
-                raise Unknown("the data set looks at images whose random numbers are drawn with their batch") from error
+                raise NotBatchable("the data set looks at images whose random numbers are drawn with their batch") from error
             raise
         return keeping.sample(sample)
 
@@ -113,10 +113,10 @@ class KeptSamples:
         before = states(self.own)
         try:
             same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(before, states(self.own))
-        except Unknown:
+        except NotBatchable:
             same = False
         if not same:
-            put_back(before)
+            restore_states(before)
         return same
 
     def _fill(self, indices: Sequence[int], dataset: Any) -> None:
@@ -124,32 +124,32 @@ class KeptSamples:
         try:
             samples = [self._sample(dataset, index) for index in indices]
             if not same_states(before, states(self.own)):
-                raise Unknown("fetching a sample draws random numbers")
+                raise NotBatchable("fetching a sample draws random numbers")
             self.store.put(indices, samples)
-        except Unknown as why:
-            put_back(before)
-            raise Unknown(f"samples are no longer kept: {why}") from why
+        except NotBatchable as why:
+            restore_states(before)
+            raise NotBatchable(f"samples are no longer kept: {why}") from why
 
     def _watch(self, index: int, dataset: Any) -> None:
         """Fetch one of the kept samples again, to detect changes."""
         before = states(self.own)
         try:
             sample = self._sample(dataset, index)
-        except Unknown as why:
-            put_back(before)
-            raise Unknown(f"samples are no longer kept: {why}") from why
+        except NotBatchable as why:
+            restore_states(before)
+            raise NotBatchable(f"samples are no longer kept: {why}") from why
         if not same_states(before, states(self.own)):
-            put_back(before)
-            raise Unknown("samples are no longer kept: fetching one of them now draws random numbers")
+            restore_states(before)
+            raise NotBatchable("samples are no longer kept: fetching one of them now draws random numbers")
         if not self.store.holds(index, sample):
-            raise Unknown("samples are no longer kept: one of them has changed")
+            raise NotBatchable("samples are no longer kept: one of them has changed")
 
 
-def opened(dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool) -> KeptSamples:
+def opened(dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool) -> KeptSamples:
     """Open a store of samples with remaining calls, or (``raw``) as returned. Raises Unknown."""
     try:
         return KeptSamples(dataset, keep, pipelines, shared, own)
-    except Unknown:
+    except NotBatchable:
         if not raw or not pipelines:
             raise
     pipelines.found.clear()

@@ -9,7 +9,7 @@ from typing import Any
 from flatout.pipeline.streams import WorkerStreams
 
 
-class Source:
+class FeedSource:
     """Replaces the data set with a feed. All code except torch's fetcher sees the data set.
 
     With streams, the random numbers are those of loader workers.
@@ -27,7 +27,7 @@ class Source:
         return type(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self._dataset, self._batch_of, self._streams)
+        return FeedSource, (self._dataset, self._batch_of, self._streams)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -45,7 +45,7 @@ class Source:
         type(dataset).__setattr__(dataset, name, value)  # type: ignore[call-arg]
 
 
-class Box:
+class StreamSample:
     """Wraps a sample of a stream until collation, so that no list of torch's keeps it afterwards."""
 
     __slots__ = ("_sample",)
@@ -58,11 +58,11 @@ class Box:
         return sample
 
 
-class StreamSource(Source):
+class StreamSource(FeedSource):
     """Replaces an IterableDataset with a feed. ``batch_of`` returns an iterator over boxes."""
 
-    def __iter__(self) -> Iterator[Box]:
-        boxes: Iterator[Box] = vars(self)["_batch_of"](self._dataset)
+    def __iter__(self) -> Iterator[StreamSample]:
+        boxes: Iterator[StreamSample] = vars(self)["_batch_of"](self._dataset)
         return boxes
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline.likeness import same_bits
+from flatout.pipeline.batch_comparison import same_bits
 from flatout.pipeline.lowering import form_of, stack
-from flatout.pipeline.operation import Unknown
+from flatout.pipeline.operation import NotBatchable
 
 DEEPEST = 6
 SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -64,7 +64,7 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
         try:
             return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
         except (OverflowError, RuntimeError, ValueError) as error:
-            raise Unknown(f"a sample holds the number {value}, which cannot be kept") from error
+            raise NotBatchable(f"a sample holds the number {value}, which cannot be kept") from error
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad and not value.is_quantized:
         return "tensor", value, None
     module, name = type(value).__module__.split(".")[0], type(value).__name__
@@ -74,7 +74,7 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
         try:
             return ("array" if name == "ndarray" else "scalar"), torch.from_numpy(numpy.array(value)), None
         except TypeError as error:
-            raise Unknown(f"a sample holds an array of {value.dtype}, which cannot be kept") from error
+            raise NotBatchable(f"a sample holds an array of {value.dtype}, which cannot be kept") from error
     # An image that is still bound to its file has data beyond its pixels.
     form = form_of(value)
     if form is not None and form.kind == "pil" and type(value).__module__ == "PIL.Image" and name == "Image" and not value.info:
@@ -82,13 +82,13 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
 
         pixels = torch.from_numpy(numpy.array(value))
         return "pil", pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1), value.mode
-    raise Unknown(f"a sample holds a {name}, which cannot be kept")
+    raise NotBatchable(f"a sample holds a {name}, which cannot be kept")
 
 
 def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     """Return the same structure of tuples, lists and dictionaries with changed values."""
     if depth > DEEPEST:
-        raise Unknown("a sample is nested too deeply")
+        raise NotBatchable("a sample is nested too deeply")
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(mapped(part, change, depth + 1) for part in thing))
     if type(thing) in (tuple, list):
@@ -109,15 +109,15 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
     kind = type(template)
     if kind is Cell:
         if isinstance(sample, Constant):
-            raise Unknown("samples come through different pipelines")
+            raise NotBatchable("samples come through different pipelines")
         values.append(sample)
         return
     if isinstance(template, Constant):
         if sample != template:
-            raise Unknown("samples come through different pipelines")
+            raise NotBatchable("samples come through different pipelines")
         return
     if type(sample) is not kind or len(sample) != len(template) or (kind is dict and sample.keys() != template.keys()):
-        raise Unknown("samples differ in their structure")
+        raise NotBatchable("samples differ in their structure")
     for key in template if kind is dict else range(len(template)):
         _match(template[key], sample[key], values)
 
@@ -135,7 +135,7 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
     for value in values:
         kind, tensor, detail = encoded(value)
         if (kind, tensor.dtype, tuple(tensor.shape), detail) != (cell.kind, cell.dtype, cell.shape, cell.detail):
-            raise Unknown("samples differ in size or type")
+            raise NotBatchable("samples differ in size or type")
         found.append(tensor)
     return torch.stack(found)
 
@@ -203,7 +203,7 @@ class Store:
         """Return whether the row equals this sample, bit for bit."""
         try:
             columns = self._encode([sample])
-        except Unknown:
+        except NotBatchable:
             return False
         return all(same_bits(column[index].cpu(), values[0]) for column, values in zip(self.columns, columns, strict=True))
 

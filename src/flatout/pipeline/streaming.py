@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.pipeline.deferring import Deferring
-from flatout.pipeline.following import Following
 from flatout.pipeline.intercept import recording
-from flatout.pipeline.observing import Observer
-from flatout.pipeline.source import Box
+from flatout.pipeline.observing import CallObserver
+from flatout.pipeline.pipeline_tracker import PipelineTracker
+from flatout.pipeline.source import StreamSample
 
 
-class Stream:
+class StreamFeed:
     """Samples in boxes, and their collation. Each transform draws when called: no retry is possible."""
 
-    def __init__(self, following: Following, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, following: PipelineTracker, collate: Callable[[Any], Any]) -> None:
         self._following = following
         self._collate = collate
-        self._recorder: Deferring | Observer | None = None  # of the current batch
+        self._recorder: Deferring | CallObserver | None = None  # of the current batch
         self._started = False
         following.at_once = True
 
-    def boxes(self, dataset: Any) -> Iterator[Box]:
+    def boxes(self, dataset: Any) -> Iterator[StreamSample]:
         samples = iter(dataset)
         while True:
             with recording(self._recorder_now()):
@@ -33,9 +33,9 @@ class Stream:
                     sample = next(samples)
                 except StopIteration:
                     return
-            yield Box(sample)
+            yield StreamSample(sample)
 
-    def collated(self, boxes: list[Box]) -> Any:
+    def collated(self, boxes: list[StreamSample]) -> Any:
         recorder = self._recorder_now()
         self._recorder = None
         samples = [box.take() for box in boxes]
@@ -51,9 +51,9 @@ class Stream:
                 self._following.learn_first(recorder)
         return batch
 
-    def _recorder_now(self) -> Deferring | Observer:
+    def _recorder_now(self) -> Deferring | CallObserver:
         if self._recorder is None:
             following = self._following
-            self._recorder = following.recorder() if self._started else Observer(following.own, on_copies=False)
+            self._recorder = following.recorder() if self._started else CallObserver(following.own, on_copies=False)
             self._started = True
         return self._recorder

@@ -24,7 +24,7 @@ def states(own: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, kept
 
 
-def put_back(kept: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
+def restore_states(kept: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
     torch.set_rng_state(kept[0])
     random.setstate(kept[1])
     if kept[2] is not None:
@@ -48,13 +48,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def untouched(own: Sequence[Any] = ()) -> Iterator[None]:
+def preserve_states(own: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the random generators on exit, so that draws inside do not affect the program."""
     kept = states(own)
     try:
         yield
     finally:
-        put_back(kept)
+        restore_states(kept)
 
 
 def own_generators(thing: Any) -> list[Any]:
@@ -157,12 +157,12 @@ class WorkerStreams:
         if self._batch is None:
             self._batch = here.id if here is not None else 0
         own, worker = states(self._own), self._batch % self.workers
-        put_back(self._states[worker])
+        restore_states(self._states[worker])
         try:
             yield
         finally:
             self._states[worker] = states(self._own)
-            put_back(own)
+            restore_states(own)
             self._batch += here.num_workers if here is not None else 1
 
 

@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flatout.pipeline.choose import Sometimes, single
-from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.choose import RandomBranch, single
+from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 
 
 @dataclass(frozen=True)
-class Tone(Operation):
+class Tone(BatchOperation):
     """Base of operations that change values, but not shape or form."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
-    def shape(self, shape: Shape) -> Shape:
+    def shape(self, shape: ImageShape) -> ImageShape:
         if shape.channels not in (1, 3):
             raise ValueError(f"{type(self).__name__} supports images with 1 or 3 channels, not {shape.channels}")
         return shape
@@ -123,56 +123,56 @@ class Sharpen(Tone):
         return sharp.clamp_(0, 255).to(torch.uint8)
 
 
-def _arithmetic(transform: Any, form: Form, v2: bool, floats: bool = True) -> str:
+def _arithmetic(transform: Any, form: ImageForm, v2: bool, floats: bool = True) -> str:
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         return "pil"
     if form.kind == "tensor" and (form.dtype == torch.uint8 or (floats and form.dtype == torch.float32)):
         return "v2" if v2 else "v1"
-    raise Unknown(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind})")
+    raise NotBatchable(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind})")
 
 
-def _reader(v2: bool, change: Callable[[Any, Form, bool], Operation]) -> Reader:
-    def read(transform: Any, form: Form) -> Operation:
+def _reader(v2: bool, change: Callable[[Any, ImageForm, bool], BatchOperation]) -> Reader:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
         # v1 compares torch.rand(1).item() with p, v2 torch.rand(1), in single precision
-        return Sometimes((change(transform, form, v2),), single(transform.p) if v2 else transform.p)
+        return RandomBranch((change(transform, form, v2),), single(transform.p) if v2 else transform.p)
 
     return read
 
 
-def _invert(transform: Any, form: Form, v2: bool) -> Operation:
+def _invert(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2)
     return Invert()
 
 
-def _posterize(transform: Any, form: Form, v2: bool) -> Operation:
+def _posterize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2, floats=v2)
     if not isinstance(transform.bits, int) or not 1 <= transform.bits <= 8:
-        raise Unknown(f"it posterizes to {transform.bits} bits, and batches support 1 to 8")
+        raise NotBatchable(f"it posterizes to {transform.bits} bits, and batches support 1 to 8")
     return Posterize(transform.bits)
 
 
-def _solarize(transform: Any, form: Form, v2: bool) -> Operation:
+def _solarize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     if _arithmetic(transform, form, v2) == "pil":
         return Solarize(float(math.ceil(transform.threshold)))  # Pillow compares integers with it, in double precision
     if transform.threshold > (255 if form.dtype == torch.uint8 else 1):
-        raise Unknown(f"torchvision rejects the threshold {transform.threshold} for {form.dtype}")
+        raise NotBatchable(f"torchvision rejects the threshold {transform.threshold} for {form.dtype}")
     return Solarize(transform.threshold)
 
 
-def _autocontrast(transform: Any, form: Form, v2: bool) -> Operation:
+def _autocontrast(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     return Autocontrast(_arithmetic(transform, form, v2))
 
 
-def _equalize(transform: Any, form: Form, v2: bool) -> Operation:
+def _equalize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2, floats=False)
     return Equalize()
 
 
-def _sharpen(transform: Any, form: Form, v2: bool) -> Operation:
+def _sharpen(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     """Read RandomAdjustSharpness. Floats are unsupported: their rounding depends on the batch size."""
     arithmetic = _arithmetic(transform, form, v2, floats=False)
     if arithmetic != "pil" and transform.sharpness_factor < 0:
-        raise Unknown(f"torchvision rejects the sharpness {transform.sharpness_factor}")
+        raise NotBatchable(f"torchvision rejects the sharpness {transform.sharpness_factor}")
     return Sharpen(transform.sharpness_factor, arithmetic)
 
 

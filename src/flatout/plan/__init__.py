@@ -3,6 +3,7 @@
 Standard library only; writing a Plan also imports tomlkit.
 """
 
+from flatout.plan.enums import Effect, Moment, Origin, Status
 from flatout.plan.errors import (
     FlatoutError,
     NothingMeasured,
@@ -17,7 +18,6 @@ from flatout.plan.facts import Facts, Gpu
 from flatout.plan.folder import JobFolder, TrialFolder
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.plan import Choice, Plan, diff, spell
-from flatout.plan.words import Effect, Moment, Origin, Status
 
 __all__ = [
     "Choice", "Comparison", "Effect", "Facts", "FlatoutError", "Gpu", "JobFolder", "Lever", "Moment", "NothingMeasured",

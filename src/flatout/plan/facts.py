@@ -1,4 +1,4 @@
-"""Facts about the machine and the software. Facts about the script are in the Scene."""
+"""Facts about the machine and the software. Facts about the script are in the training context."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 from flatout.plan.records import Record
 
 
@@ -49,12 +49,12 @@ class FrameSeen(Record):
     mine: bool = False
     tensors: list[TensorSeen] = field(default_factory=list)
 
-    def place(self) -> Place:
-        return Place(self.file, self.line, 0, "" if self.function == "<module>" else self.function, self.text)
+    def place(self) -> SourceLocation:
+        return SourceLocation(self.file, self.line, 0, "" if self.function == "<module>" else self.function, self.text)
 
 
 @dataclass
-class Thrown(Record):
+class ExceptionRecord(Record):
     """One exception of a chain.
 
     ``names`` are its class names, most derived first. ``frames`` run from the outermost to the raising frame.
@@ -105,7 +105,7 @@ class FailureRecord(Record):
     nearby lines of the log. ``memory`` is in bytes. ``facts`` are single values about the process.
     """
 
-    chain: list[Thrown] = field(default_factory=list)
+    chain: list[ExceptionRecord] = field(default_factory=list)
     around: list[str] = field(default_factory=list)
     live: bool = False
     rank: int | None = None
@@ -121,7 +121,7 @@ class FailureRecord(Record):
         """Read a record. Raises TypeError for JSON of another shape."""
         record = super().from_json(data)
         record.module = ModuleSeen.from_json(data["module"]) if data.get("module") else None
-        record.chain = [Thrown.from_json(thrown) for thrown in data.get("chain", ())]
+        record.chain = [ExceptionRecord.from_json(thrown) for thrown in data.get("chain", ())]
         for thrown, raw in zip(record.chain, data.get("chain", ()), strict=True):
             thrown.frames = [FrameSeen.from_json(frame) for frame in raw.get("frames", ())]
             for frame, seen in zip(thrown.frames, raw.get("frames", ()), strict=True):

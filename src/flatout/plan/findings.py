@@ -24,7 +24,7 @@ class Severity(StrEnum):
 
 
 @dataclass
-class Place(Record):
+class SourceLocation(Record):
     """A place in the user's source. Lines and columns count from 1; column 0 means the whole line."""
 
     file: str
@@ -42,7 +42,7 @@ class Place(Record):
 class Finding(Record):
     """One finding.
 
-    ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``mend``
+    ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
     is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
     the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
     speed-up of a lever.
@@ -52,11 +52,11 @@ class Finding(Record):
     name: str
     severity: str
     said: str
-    place: Place | None = None
+    place: SourceLocation | None = None
     evidence: list[str] = field(default_factory=list)
-    mend: str = ""
+    fix: str = ""
     levers: list[str] = field(default_factory=list)
     predicted: Ratio | None = None
     how: str = ""
     measured: Ratio | None = None
-    others: list[Place] = field(default_factory=list)  # further places with the same problem
+    others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem

@@ -189,9 +189,9 @@ class TrialFolder:
         return self.path / "saved"
 
     @property
-    def told(self) -> Path:
+    def info(self) -> Path:
         """Return the file with the instructions of the measured rank to the others, and their steps."""
-        return self.path / "told.json"
+        return self.path / "options.json"
 
     def of_rank(self, rank: int) -> Path:
         """Return the file with the recordings of a rank that is not measured."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.words import Effect, Moment
 
 Undo = Callable[[], None]
 Value = bool | int | float | str | dict[str, Any]

@@ -69,7 +69,7 @@ class LrRecord(ProgramRecord):
 
 
 @dataclass(frozen=True)
-class OptimizerWish:
+class OptimizerOption:
     """An optimizer to use in place of the script's own.
 
     ``name`` is a class of torch.optim in any case, or ``package.Class``. ``options`` are its keyword
@@ -81,7 +81,7 @@ class OptimizerWish:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, text: str) -> OptimizerWish:
+    def read(cls, text: str) -> OptimizerOption:
         """Parse ``adamw``, ``sgd(momentum=0.9)``, ``package.Class(beta=0.5)`` or ``own``.
 
         Raises UsageError.
@@ -105,7 +105,7 @@ def _dotted(node: ast.expr) -> str:
     raise ValueError
 
 
-def read_optimizers(text: str) -> list[OptimizerWish]:
+def read_optimizers(text: str) -> list[OptimizerOption]:
     """Parse a comma-separated list without duplicates. Raises UsageError."""
     found, piece, depth = list[str](), "", 0
     for letter in text:
@@ -114,7 +114,7 @@ def read_optimizers(text: str) -> list[OptimizerWish]:
             found, piece = [*found, piece], ""
         else:
             piece += letter
-    wishes = [OptimizerWish.read(each) for each in [*found, piece]]
-    if len({wish.text.lower() for wish in wishes}) < len(wishes):
+    requested = [OptimizerOption.read(each) for each in [*found, piece]]
+    if len({request.text.lower() for request in requested}) < len(requested):
         raise UsageError(f"--optimizers {text}: name each optimizer only once.")
-    return wishes
+    return requested

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatout.plan.enums import Origin
 from flatout.plan.errors import PlanError
 from flatout.plan.folder import read_text
 from flatout.plan.lever import Value
-from flatout.plan.words import Origin
 
 PLAN_SCHEMA = 1
 DOTTED = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){33}""")
@@ -183,7 +183,7 @@ def spell(name: str, value: Value) -> str:
     return f"{name}={value}"
 
 
-def in_words(choice: Choice) -> str:
+def as_option(choice: Choice) -> str:
     """Format a choice for the command line: ``NAME=VALUE``, with the value in TOML.
 
     JSON strings, numbers and booleans are valid TOML.

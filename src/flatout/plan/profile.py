@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.plan.findings import Finding, Place
+from flatout.plan.findings import Finding, SourceLocation
 from flatout.plan.records import PhaseTime, ProgramRecord, Ratio, Record
 
 PROFILE_SCHEMA = 1
@@ -50,18 +50,18 @@ class Operation(Record):
     roofline: float | None = None
     limit: str = ""  # compute | memory | launch | unknown
     tensor_cores: bool | None = None
-    place: Place | None = None
+    place: SourceLocation | None = None
 
 
 @dataclass
-class Crossing(Record):
+class SyncRecord(Record):
     """A place of synchronisation between tensors and Python, or a copy to the device.
 
     Synchronisations are item, nonzero, copies to the host and printing.
     """
 
     kind: str  # item | nonzero | to host | numpy | print | compare | synchronize | to device
-    place: Place | None
+    place: SourceLocation | None
     calls: float  # a step
     ms: float  # a step, including the wait
     sized_bytes: float = 0.0  # a step
@@ -77,14 +77,14 @@ class IdleGap(Record):
     what: str
     ms: float  # a step
     calls: float  # a step
-    place: Place | None = None
+    place: SourceLocation | None = None
 
 
 @dataclass
 class LoaderSeen(Record):
     """One place in the script that creates DataLoaders."""
 
-    place: Place | None
+    place: SourceLocation | None
     made: int = 1  # number of loaders created here
     begun: int = 0  # number of iterators
     workers: int = 0
@@ -96,7 +96,7 @@ class LoaderSeen(Record):
     wait_ms: float = 0.0  # a step
     start_ms: float = 0.0  # of one iterator, until its first batch
     fetch_ms: float | None = None  # of one batch, in the dataset
-    slow_place: Place | None = None  # the slowest line of the user's dataset
+    slow_place: SourceLocation | None = None  # the slowest line of the user's dataset
     slow_share: float | None = None  # share of the fetching spent in that line
     batches: int = 0  # returned over the whole run
     worker_bytes: int | None = None  # private memory of its worker processes
@@ -121,24 +121,24 @@ class MemorySeen(Record):
     peak_bytes: int
     at_peak: dict[str, int] = field(default_factory=dict)
     by_module: dict[str, int] = field(default_factory=dict)
-    peak_place: Place | None = None
+    peak_place: SourceLocation | None = None
     timeline: list[MemoryAt] = field(default_factory=list)
     reserved_bytes: int | None = None
     retries: int | None = None  # of the allocator, over the whole run
     empty_cache_calls: float = 0.0  # a step
     empty_cache_ms: float = 0.0
-    empty_cache_place: Place | None = None
+    empty_cache_place: SourceLocation | None = None
 
 
 @dataclass
-class Leak(Record):
+class MemoryGrowth(Record):
     """Memory at the same point of each step. ``chance`` is the probability of such a trend without a leak."""
 
     bytes_a_step: float
     chance: float
     leaking: bool
     holder: str = ""  # what holds the tensors: "list `losses`"
-    place: Place | None = None  # the line that added them
+    place: SourceLocation | None = None  # the line that added them
     graph: bool = False  # whether they keep an autograd graph alive
     where: str = "host"  # device | host
     steps: int = 0  # between the first and the last of ``series``
@@ -152,7 +152,7 @@ class Compiled(Record):
     recompiles: int = 0
     breaks: int = 0
     reasons: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[SourceLocation] = field(default_factory=list)
     ms: float = 0.0  # spent compiling, whole run
 
 
@@ -165,7 +165,7 @@ class ProfileRecord(ProgramRecord):
 
     schema: int = PROFILE_SCHEMA
     machine: dict[str, Any] = field(default_factory=dict)
-    scene: dict[str, Any] = field(default_factory=dict)
+    context: dict[str, Any] = field(default_factory=dict)
     unit: str = "step"
     steps: int = 0
     warmup_steps: int = 0
@@ -183,11 +183,11 @@ class ProfileRecord(ProgramRecord):
     operators_a_step: float | None = None
     flops_a_step: float | None = None
     mfu: float | None = None
-    crossings: list[Crossing] = field(default_factory=list)
+    synchronisations: list[SyncRecord] = field(default_factory=list)
     loaders: list[LoaderSeen] = field(default_factory=list)
     memory: MemorySeen | None = None
-    leak: Leak | None = None
-    host_growth: Leak | None = None
+    leak: MemoryGrowth | None = None
+    host_growth: MemoryGrowth | None = None
     compiled: Compiled | None = None
     idle_ms: float | None = None  # of the device, a step
     gc_ms: float = 0.0

@@ -170,7 +170,7 @@ class TrialRecord(Record):
     plan: dict[str, Any] = field(default_factory=dict)
     applied: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    scene: dict[str, Any] = field(default_factory=dict)
+    context: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     log_tail: str = ""
 
@@ -228,7 +228,7 @@ class GuardRecord(Record):
 
 
 @dataclass
-class Side(Record):
+class ProgramFigures(Record):
     """Figures of the plain program, or of the program under the best Plan."""
 
     plan: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Side(Record):
 
 
 @dataclass
-class Contest(Record):
+class ComparisonRecord(Record):
     """One comparison: a Plan against the plain program or another Plan."""
 
     plan: str
@@ -258,7 +258,7 @@ class Contest(Record):
 
 
 @dataclass
-class Point(Record):
+class TimeMemoryPoint(Record):
     """One point of the frontier of time and memory.
 
     ``ratio`` is against the first point. It is None for that point, and if nothing could be measured.
@@ -365,8 +365,8 @@ class SessionRecord(Record):
     budget_s: float = 0.0
     spent_s: float = 0.0
     effects: list[str] = field(default_factory=list)
-    baseline: Side = field(default_factory=Side)
-    best: Side = field(default_factory=Side)
+    baseline: ProgramFigures = field(default_factory=ProgramFigures)
+    best: ProgramFigures = field(default_factory=ProgramFigures)
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
@@ -374,17 +374,17 @@ class SessionRecord(Record):
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     levers: list[LeverRecord] = field(default_factory=list)
-    contests: list[Contest] = field(default_factory=list)
+    comparisons: list[ComparisonRecord] = field(default_factory=list)
     blocks: list[dict[str, Any]] = field(default_factory=list)  # measured blocks: process, levers on, at_s, window of ticks, ms, host
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # as requested
-    frontier: list[Point] = field(default_factory=list)  # time against memory, in measured order; the first is the reference
+    frontier: list[TimeMemoryPoint] = field(default_factory=list)  # time against memory, in measured order; the first is the reference
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    scene: dict[str, Any] = field(default_factory=dict)
+    context: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:

@@ -10,11 +10,11 @@ import math
 from typing import Any
 
 
-class Misfit:
+class ShapeMismatch:
     """Marker of a value that does not fit. It is never part of a result."""
 
 
-MISFIT = Misfit()
+MISFIT = ShapeMismatch()
 
 
 def fitted(value: Any, shape: Any) -> Any:

@@ -17,7 +17,7 @@ UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned num
 
 
 @dataclass(frozen=True)
-class Group:
+class CgroupLimits:
     """The effective limits. None is "no limit". ``version`` is 0 if no group of this process was found."""
 
     version: int
@@ -32,7 +32,7 @@ class Group:
         return [path for path in self.where if path.rpartition("/")[2].startswith(kind)]
 
 
-def group(read: Read) -> Group:
+def group(read: Read) -> CgroupLimits:
     """Return the limits of this process. ``read`` returns the text of a file, or None."""
     all_mounts, paths = mounts(read("/proc/self/mountinfo")), _paths(read("/proc/self/cgroup"))
     where: list[str] = []
@@ -43,19 +43,19 @@ def group(read: Read) -> Group:
         cores = _narrowest(_quota_v2(read, folder, where) for folder in folders)
         memory = _narrowest(_number(read, f"{folder}/{name}", where) for folder in folders for name in ("memory.max", "memory.high"))
         processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in folders)
-        return Group(2, cores, _whole(memory), _used(read, folders[0], "memory.current"), _whole(processes), tuple(where))
+        return CgroupLimits(2, cores, _whole(memory), _used(read, folders[0], "memory.current"), _whole(processes), tuple(where))
     found: dict[str, list[str]] = {}
     for name in ("cpu", "memory", "pids"):
         mount = next((m for m in all_mounts if m.kind == "cgroup" and name in m.options), None)
         if mount and name in paths:
             found[name] = list(_folders(mount, paths[name]))
     if not found:
-        return Group(0)
+        return CgroupLimits(0)
     cores = _narrowest(_quota_v1(read, folder, where) for folder in found.get("cpu", ()))
     memory = _narrowest(_number(read, f"{folder}/memory.limit_in_bytes", where) for folder in found.get("memory", ()))
     used = _used(read, found["memory"][0], "memory.usage_in_bytes") if "memory" in found else None
     processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in found.get("pids", ()))
-    return Group(1, cores, _whole(memory), used, _whole(processes), tuple(where))
+    return CgroupLimits(1, cores, _whole(memory), used, _whole(processes), tuple(where))
 
 
 def _paths(text: str | None) -> dict[str, str]:

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from flatout.probe.flow import Event, StepLoop, step_loops
 from flatout.probe.names import FUNCTIONS
-from flatout.probe.script import Source, Unreadable
-from flatout.probe.values import Origin, Values
+from flatout.probe.script import SourceFile, Unreadable
+from flatout.probe.step_loops import ProgramEvent, StepLoop, step_loops
+from flatout.probe.values import ValueOrigin, Values
 from flatout.probe.walk import Walk
 
 MAX_FILES = 200
 INSTALLED = {"site-packages", "dist-packages"}
 
 
-class Program:
+class ScriptProgram:
     """``main`` is the script, ``sources`` are all files, the script first.
 
     ``unread`` lists unreadable modules with reasons.
     """
 
-    def __init__(self, main: Source, others: list[Source] | None = None, unread: list[str] | None = None) -> None:
+    def __init__(self, main: SourceFile, others: list[SourceFile] | None = None, unread: list[str] | None = None) -> None:
         self.main = main
         self.sources = [main, *(others or [])]
         self.unread = unread or []
@@ -31,12 +31,12 @@ class Program:
         self.values = Values(self)
 
     @classmethod
-    def of_text(cls, text: str, path: str = "train.py") -> Program:
+    def of_text(cls, text: str, path: str = "train.py") -> ScriptProgram:
         """Create a program from text. Raises Unreadable."""
-        return cls(Source(path, text))
+        return cls(SourceFile(path, text))
 
     @classmethod
-    def read(cls, script: Path, root: Path | None = None) -> Program:
+    def read(cls, script: Path, root: Path | None = None) -> ScriptProgram:
         """Read a script and its modules. Raises OSError or Unreadable.
 
         ``root`` is the folder that imports start from: the script's own, or the current one for ``-m``.
@@ -45,8 +45,8 @@ class Program:
             script = script / "__main__.py"
         root = root or script.parent
         package = _package(script, root)
-        main = Source.read(script, package=package)
-        found: dict[str, Source] = {}
+        main = SourceFile.read(script, package=package)
+        found: dict[str, SourceFile] = {}
         unread: list[str] = []
         waiting = [main]
         while waiting and len(found) < MAX_FILES:
@@ -56,7 +56,7 @@ class Program:
                 if file is None or name in found or file.resolve() == script.resolve():
                     continue
                 try:
-                    found[name] = Source.read(file, name, name if file.name == "__init__.py" else name.rpartition(".")[0])
+                    found[name] = SourceFile.read(file, name, name if file.name == "__init__.py" else name.rpartition(".")[0])
                 except (OSError, Unreadable) as error:
                     unread.append(str(error))
                 else:
@@ -65,7 +65,7 @@ class Program:
 
     # -- call graph ------------------------------------------------------------------------------------------
 
-    def definitions(self, source: Source, node: ast.AST) -> Iterator[tuple[Source, ast.AST]]:
+    def definitions(self, source: SourceFile, node: ast.AST) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the functions, lambdas and classes of the program that an expression names."""
         dotted = source.dotted(node)
         if dotted:
@@ -83,12 +83,12 @@ class Program:
                 elif binding.how == "assign" and isinstance(binding.value, ast.Lambda):
                     yield source, binding.value
 
-    def class_named(self, source: Source, node: ast.AST) -> Iterator[tuple[Source, ast.ClassDef]]:
+    def class_named(self, source: SourceFile, node: ast.AST) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         for home, found in self.definitions(source, node):
             if isinstance(found, ast.ClassDef):
                 yield home, found
 
-    def functions_called(self, source: Source, call: ast.Call) -> list[tuple[Source, ast.AST]]:
+    def functions_called(self, source: SourceFile, call: ast.Call) -> list[tuple[SourceFile, ast.AST]]:
         """Return the functions of the program that a call may run, except constructors."""
         if id(call) not in self._called:
             self._called[id(call)] = []
@@ -96,10 +96,10 @@ class Program:
         return self._called[id(call)]
 
     @cached_property
-    def _called(self) -> dict[int, list[tuple[Source, ast.AST]]]:
+    def _called(self) -> dict[int, list[tuple[SourceFile, ast.AST]]]:
         return {}
 
-    def _functions_called(self, source: Source, call: ast.Call) -> Iterator[tuple[Source, ast.AST]]:
+    def _functions_called(self, source: SourceFile, call: ast.Call) -> Iterator[tuple[SourceFile, ast.AST]]:
         direct = [pair for pair in self.definitions(source, call.func) if not isinstance(pair[1], ast.ClassDef)]
         if direct or not isinstance(call.func, ast.Attribute) or source.dotted(call.func):
             yield from direct
@@ -107,7 +107,7 @@ class Program:
         for home, klass in self.values.classes_of(source, call.func.value):
             yield from self.methods(home, klass, call.func.attr)
 
-    def makers(self, source: Source, call: ast.Call) -> Iterator[tuple[Source, ast.AST]]:
+    def makers(self, source: SourceFile, call: ast.Call) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the ``__init__`` that a call runs, if it creates an instance of a class of the program.
 
         The ``__init__`` of a module is left out, because it only creates layers.
@@ -116,12 +116,12 @@ class Program:
             if id(klass) not in self._networks:
                 yield from self.methods(home, klass, "__init__")
 
-    def methods(self, source: Source, klass: ast.ClassDef, name: str) -> Iterator[tuple[Source, ast.AST]]:
+    def methods(self, source: SourceFile, klass: ast.ClassDef, name: str) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the method that an instance of a class has under a name.
 
         It is its own, or the nearest inherited one.
         """
-        for owner, each in self.values.lineage(source, klass):
+        for owner, each in self.values.gradient_sources(source, klass):
             method = next((m for m in each.body if isinstance(m, FUNCTIONS) and m.name == name), None)
             if method is not None:
                 yield owner, method
@@ -132,8 +132,8 @@ class Program:
         return {id(klass) for _, klass in self.modules_defined()}
 
     @cached_property
-    def _callers(self) -> dict[int, list[tuple[Source, ast.Call]]]:
-        found: dict[int, list[tuple[Source, ast.Call]]] = {}
+    def _callers(self) -> dict[int, list[tuple[SourceFile, ast.Call]]]:
+        found: dict[int, list[tuple[SourceFile, ast.Call]]] = {}
         for source in self.sources:
             for call in source.calls:
                 for home, definition in self.definitions(source, call.func):
@@ -146,12 +146,12 @@ class Program:
         return found
 
     @cached_property
-    def _methods(self) -> dict[str, list[tuple[Source, ast.AST]]]:
+    def _methods(self) -> dict[str, list[tuple[SourceFile, ast.AST]]]:
         """Return methods by name, if only one class of the program has that name.
 
         Then a call needs no proof of its class.
         """
-        found: dict[str, list[tuple[Source, ast.AST]]] = {}
+        found: dict[str, list[tuple[SourceFile, ast.AST]]] = {}
         for source in self.sources:
             for klass in source.classes:
                 for method in klass.body:
@@ -159,32 +159,32 @@ class Program:
                         found.setdefault(method.name, []).append((source, method))
         return {name: methods for name, methods in found.items() if len(methods) == 1}
 
-    def callers(self, function: ast.AST) -> list[tuple[Source, ast.Call]]:
+    def callers(self, function: ast.AST) -> list[tuple[SourceFile, ast.Call]]:
         return self._callers.get(id(function), [])
 
     # -- queries of rules ------------------------------------------------------------------------------------
 
-    def calls(self, *dotted: str) -> Iterator[tuple[Source, ast.Call]]:
+    def calls(self, *dotted: str) -> Iterator[tuple[SourceFile, ast.Call]]:
         """Yield every call of one of these names, in the order of files and lines."""
         for source in self.sources:
             for call in source.calls:
                 if source.dotted(call.func) in dotted:
                     yield source, call
 
-    def method_calls(self, *names: str) -> Iterator[tuple[Source, ast.Call]]:
+    def method_calls(self, *names: str) -> Iterator[tuple[SourceFile, ast.Call]]:
         """Yield every call ``x.name(...)`` of one of these names, for any x."""
         for source in self.sources:
             for call in source.calls:
                 if isinstance(call.func, ast.Attribute) and call.func.attr in names:
                     yield source, call
 
-    def nodes(self, *kinds: type) -> Iterator[tuple[Source, ast.AST]]:
+    def nodes(self, *kinds: type) -> Iterator[tuple[SourceFile, ast.AST]]:
         for source in self.sources:
             for node in source.nodes:
                 if isinstance(node, kinds):
                     yield source, node
 
-    def modules_defined(self) -> Iterator[tuple[Source, ast.ClassDef]]:
+    def modules_defined(self) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         """Yield the program's own subclasses of torch.nn.Module."""
         for source in self.sources:
             for klass in source.classes:
@@ -192,7 +192,7 @@ class Program:
                 if any(base in ("torch.nn.Module", "torch.nn.modules.Module", "torch.nn.Sequential") or base.endswith("LightningModule") for base in bases):
                     yield source, klass
 
-    def datasets_defined(self) -> Iterator[tuple[Source, ast.ClassDef]]:
+    def datasets_defined(self) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         for source in self.sources:
             for klass in source.classes:
                 if any(base.startswith(("torch.", "torchvision.datasets")) and base.rpartition(".")[2].endswith(("Dataset", "Folder"))
@@ -221,7 +221,7 @@ class Program:
         return any(isinstance(node, ast.keyword) and node.arg == "device" for _, node in self.nodes(ast.keyword))
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> list[ProgramEvent]:
         """Return all events in order, from each possible entry point of the program."""
         return Walk(self).everything()
 
@@ -229,11 +229,11 @@ class Program:
     def step_loops(self) -> list[StepLoop]:
         return step_loops(self.events)
 
-    def origins(self, source: Source, node: ast.AST) -> list[Origin]:
+    def origins(self, source: SourceFile, node: ast.AST) -> list[ValueOrigin]:
         return self.values.origins(source, node)
 
 
-def imports(source: Source) -> list[str]:
+def imports(source: SourceFile) -> list[str]:
     """Return the dotted names of all imports of a file, packages before their contents."""
     found: dict[str, None] = {}
     for node in source.nodes:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from flatout.plan.findings import Place
+from flatout.plan.findings import SourceLocation
 from flatout.probe.names import FUNCTIONS, Binding, Names
 
 MAX_BYTES = 4_000_000  # larger than any handwritten script
@@ -33,7 +33,7 @@ class Unreadable(Exception):
         self.line = line
 
 
-class Source:
+class SourceFile:
     """One file of the user.
 
     ``tree`` is the AST of ``text``. ``module`` is the name under which others import it.
@@ -58,7 +58,7 @@ class Source:
         self._dotted: dict[int, str] = {}
 
     @classmethod
-    def read(cls, path: Path, module: str = "", package: str = "", shown: str = "") -> Source:
+    def read(cls, path: Path, module: str = "", package: str = "", shown: str = "") -> SourceFile:
         """Read a .py file or a notebook. Raises OSError or Unreadable."""
         shown = shown or str(path)
         about = path.stat()
@@ -141,7 +141,7 @@ class Source:
             return self.dotted(found[0].value)
         return ""
 
-    def place(self, node: ast.AST, column: bool = True) -> Place:
+    def place(self, node: ast.AST, column: bool = True) -> SourceLocation:
         line = getattr(node, "lineno", 1)
         text = self.lines[line - 1] if 0 < line <= len(self.lines) else ""
         offset = getattr(node, "col_offset", 0)
@@ -150,7 +150,7 @@ class Source:
         owner = self.klass(function) if function is not None else None
         name = "" if function is None else f"{owner.name}.{function.name}" if owner is not None else function.name
         file, shown = self.cell(line)
-        return Place(file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip()))
+        return SourceLocation(file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip()))
 
     def cell(self, line: int) -> tuple[str, int]:
         """Return the file name and the line in it.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
 from flatout.probe.names import FUNCTIONS, Binding
-from flatout.probe.script import Source
+from flatout.probe.script import SourceFile
 
 if TYPE_CHECKING:
-    from flatout.probe.program import Program
+    from flatout.probe.program import ScriptProgram
 
 DEEP = 12  # maximum depth of tracing
 MANY = 40  # maximum number of origins of an expression
@@ -25,13 +25,13 @@ FLUENT = {"to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bflo
 
 
 @dataclass(frozen=True)
-class Origin:
+class ValueOrigin:
     """A node that a value comes from.
 
     ``part`` marks a value inside it: an element of a loop, an entry of a tuple.
     """
 
-    source: Source
+    source: SourceFile
     node: ast.AST
     part: bool = False
 
@@ -46,29 +46,29 @@ class Origin:
 
 
 class Values:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScriptProgram) -> None:
         self.program = program
-        self._memo: dict[tuple[int, int], list[Origin]] = {}
+        self._memo: dict[tuple[int, int], list[ValueOrigin]] = {}
         self._kinds: dict[int, frozenset[str]] = {}
         self._attributes: dict[int, dict[str, list[ast.Assign | ast.AnnAssign]]] = {}
 
     # -- origins ---------------------------------------------------------------------------------------------
 
-    def origins(self, source: Source, node: ast.AST, depth: int = 0) -> list[Origin]:
+    def origins(self, source: SourceFile, node: ast.AST, depth: int = 0) -> list[ValueOrigin]:
         """Return the possible origins of an expression.
 
         An expression that cannot be traced is its own origin.
         """
         if depth > DEEP:
-            return [Origin(source, node)]
+            return [ValueOrigin(source, node)]
         memo = self._memo.get((id(node), depth))
         if memo is None:
-            self._memo[id(node), depth] = [Origin(source, node)]  # stops a name that is derived from itself
+            self._memo[id(node), depth] = [ValueOrigin(source, node)]  # stops a name that is derived from itself
             unique = {origin.key: origin for origin in self._follow(source, node, depth)}
             memo = self._memo[id(node), depth] = list(unique.values())[:MANY]
         return memo
 
-    def _follow(self, source: Source, node: ast.AST, depth: int) -> Iterator[Origin]:
+    def _follow(self, source: SourceFile, node: ast.AST, depth: int) -> Iterator[ValueOrigin]:
         if isinstance(node, ast.Name):
             bindings = source.names.reaching(node)
             if bindings and all(b.how != "import" for b in bindings):
@@ -94,20 +94,20 @@ class Values:
         elif isinstance(node, ast.Call):
             yield from self._call(source, node, depth)
             return
-        yield Origin(source, node)
+        yield ValueOrigin(source, node)
 
-    def _bound(self, source: Source, binding: Binding, depth: int) -> Iterator[Origin]:
+    def _bound(self, source: SourceFile, binding: Binding, depth: int) -> Iterator[ValueOrigin]:
         value = binding.value
         if binding.how == "parameter":
             yield from self._arguments(source, binding.node, depth)
         elif binding.how == "augment" or value is None:
-            yield Origin(source, binding.node)
+            yield ValueOrigin(source, binding.node)
         elif binding.how == "for":
-            yield Origin(source, binding.node, True)
+            yield ValueOrigin(source, binding.node, True)
         else:
             yield from self._part(source, value, binding.path, depth)
 
-    def _part(self, source: Source, value: ast.expr, path: tuple[int, ...], depth: int) -> Iterator[Origin]:
+    def _part(self, source: SourceFile, value: ast.expr, path: tuple[int, ...], depth: int) -> Iterator[ValueOrigin]:
         """Yield the entry of a value at ``path``, if the value is a visible tuple."""
         if not path:
             yield from self.origins(source, value, depth + 1)
@@ -117,9 +117,9 @@ class Values:
             if isinstance(node, (ast.Tuple, ast.List)) and path[0] < len(node.elts) and not any(isinstance(e, ast.Starred) for e in node.elts):
                 yield from self._part(origin.source, node.elts[path[0]], path[1:], depth + 1)
             else:
-                yield Origin(origin.source, node, True)
+                yield ValueOrigin(origin.source, node, True)
 
-    def _arguments(self, source: Source, parameter: ast.AST, depth: int) -> Iterator[Origin]:
+    def _arguments(self, source: SourceFile, parameter: ast.AST, depth: int) -> Iterator[ValueOrigin]:
         """Yield the arguments that callers in the program pass for a parameter.
 
         Without known callers it is the parameter itself.
@@ -140,16 +140,16 @@ class Values:
                     found = True
                     yield from self.origins(caller, handed, depth + 1)
         if not found:
-            yield Origin(source, parameter)
+            yield ValueOrigin(source, parameter)
 
-    def _attribute(self, source: Source, node: ast.Attribute, depth: int) -> Iterator[Origin]:
+    def _attribute(self, source: SourceFile, node: ast.Attribute, depth: int) -> Iterator[ValueOrigin]:
         if source.dotted(node):
             return
         if node.attr == "module":  # of a wrapper
             yield from self.origins(source, node.value, depth + 1)
             return
         for home, klass in self.classes_of(source, node.value, depth):
-            for owner, where in self.lineage(home, klass):
+            for owner, where in self.gradient_sources(home, klass):
                 assigned = self.attributes(owner, where).get(node.attr, [])
                 for statement in assigned:
                     if statement.value is not None:
@@ -157,7 +157,7 @@ class Values:
                 if assigned:
                     break
 
-    def _call(self, source: Source, node: ast.Call, depth: int) -> Iterator[Origin]:
+    def _call(self, source: SourceFile, node: ast.Call, depth: int) -> Iterator[ValueOrigin]:
         dotted = source.dotted(node.func)
         if dotted in WRAPPERS and node.args and dotted == "torch.compile":
             yield from self.origins(source, node.args[0], depth + 1)
@@ -171,9 +171,9 @@ class Values:
                 found = True
                 yield from self.origins(home, returned, depth + 1)
         if not found:
-            yield Origin(source, node)
+            yield ValueOrigin(source, node)
 
-    def same(self, source: Source, one: ast.AST, other_source: Source, other: ast.AST) -> bool | None:
+    def same(self, source: SourceFile, one: ast.AST, other_source: SourceFile, other: ast.AST) -> bool | None:
         """Return whether two expressions are one object, or None if unknown."""
         first = {origin.key: origin for origin in self.origins(source, one)}
         second = {origin.key: origin for origin in self.origins(other_source, other)}
@@ -186,7 +186,7 @@ class Values:
 
     # -- classes ---------------------------------------------------------------------------------------------
 
-    def classes_of(self, source: Source, node: ast.AST, depth: int = 0) -> Iterator[tuple[Source, ast.ClassDef]]:
+    def classes_of(self, source: SourceFile, node: ast.AST, depth: int = 0) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         """Yield the program's own classes that a value may be an instance of."""
         if isinstance(node, ast.Name) and node.id in ("self", "cls"):
             klass = source.klass(node)
@@ -197,9 +197,9 @@ class Values:
             if isinstance(origin.node, ast.Call) and not origin.part:
                 yield from self.program.class_named(origin.source, origin.node.func)
 
-    def lineage(self, source: Source, klass: ast.ClassDef) -> list[tuple[Source, ast.ClassDef]]:
+    def gradient_sources(self, source: SourceFile, klass: ast.ClassDef) -> list[tuple[SourceFile, ast.ClassDef]]:
         """Return a class of the program and those of its bases that are in the program, too."""
-        found: list[tuple[Source, ast.ClassDef]] = []
+        found: list[tuple[SourceFile, ast.ClassDef]] = []
         waiting = [(source, klass)]
         while waiting and len(found) < 20:
             home, each = waiting.pop(0)
@@ -208,11 +208,11 @@ class Values:
                 waiting += [pair for base in each.bases for pair in self.program.class_named(home, base)]
         return found
 
-    def bases(self, source: Source, klass: ast.ClassDef) -> set[str]:
+    def bases(self, source: SourceFile, klass: ast.ClassDef) -> set[str]:
         """Return the dotted names of all bases of a class outside the program."""
-        return {dotted for home, each in self.lineage(source, klass) for base in each.bases if (dotted := home.dotted(base))}
+        return {dotted for home, each in self.gradient_sources(source, klass) for base in each.bases if (dotted := home.dotted(base))}
 
-    def attributes(self, source: Source, klass: ast.ClassDef) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
+    def attributes(self, source: SourceFile, klass: ast.ClassDef) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
         """Return the assignments of a class to ``self.name`` in methods, and to ``name`` in the class body.
         """
         if id(klass) not in self._attributes:
@@ -228,7 +228,7 @@ class Values:
 
     # -- kinds -----------------------------------------------------------------------------------------------
 
-    def kinds(self, source: Source, node: ast.AST) -> frozenset[str]:
+    def kinds(self, source: SourceFile, node: ast.AST) -> frozenset[str]:
         """Return the known kinds of a value.
 
         Kinds are Module, Loss, Optimizer, Scheduler, GradScaler, DataLoader, Sampler, Dataset, Tensor, list,
@@ -240,10 +240,10 @@ class Values:
             self._kinds[id(node)] = frozenset(found)
         return self._kinds[id(node)]
 
-    def is_a(self, source: Source, node: ast.AST, kind: str) -> bool:
+    def is_a(self, source: SourceFile, node: ast.AST, kind: str) -> bool:
         return kind in self.kinds(source, node)
 
-    def seems(self, source: Source, node: ast.AST, kind: str) -> bool:
+    def seems(self, source: SourceFile, node: ast.AST, kind: str) -> bool:
         """Return ``is_a``, or whether the name is typical of the kind if nothing is known.
 
         For example, ``optimizer`` from an unknown caller seems to be an optimizer.
@@ -254,7 +254,7 @@ class Values:
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         return called_like(name, kind)
 
-    def _kinds_of(self, origin: Origin) -> set[str]:
+    def _kinds_of(self, origin: ValueOrigin) -> set[str]:
         node = origin.node
         if isinstance(node, (ast.List, ast.ListComp)):
             return {"list"} if not origin.part else set()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from flatout.probe.flow import Event, Loop
 from flatout.probe.names import COMPREHENSIONS, FUNCTIONS, is_main_guard
-from flatout.probe.script import Source
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import LoopVisit, ProgramEvent
 
 if TYPE_CHECKING:
-    from flatout.probe.program import Program
+    from flatout.probe.program import ScriptProgram
 
 MAX_CALLS = 8  # maximum depth of entered functions
 MAX_EVENTS = 60_000
@@ -21,19 +21,19 @@ CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_wi
 
 
 class Walk:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScriptProgram) -> None:
         self.program, self.values = program, program.values
-        self.found: list[Event] = []
-        self.loops: tuple[Loop, ...] = ()
-        self.arms: tuple[tuple[ast.AST, str, Source], ...] = ()
-        self.blocks: tuple[tuple[Source, ast.expr], ...] = ()
+        self.found: list[ProgramEvent] = []
+        self.loops: tuple[LoopVisit, ...] = ()
+        self.arms: tuple[tuple[ast.AST, str, SourceFile], ...] = ()
+        self.blocks: tuple[tuple[SourceFile, ast.expr], ...] = ()
         self.frames: tuple[ast.AST, ...] = ()
         self.entered: set[int] = set()
         self.kinds: dict[int, tuple[str, ast.expr | None, bool]] = {}  # of a call, the same wherever it is reached from
         self.orders: dict[int, list[ast.AST]] = {}
         self.root: ast.AST = program.main.tree
 
-    def everything(self) -> list[Event]:
+    def everything(self) -> list[ProgramEvent]:
         for source in self.program.sources:
             self.root = source.tree
             self._body(source, source.tree.body)
@@ -47,7 +47,7 @@ class Walk:
                         self._enter(source, function)
         return self.found
 
-    def _enter(self, source: Source, function: ast.AST) -> None:
+    def _enter(self, source: SourceFile, function: ast.AST) -> None:
         if function in self.frames or len(self.frames) >= MAX_CALLS or len(self.found) > MAX_EVENTS:
             return
         self.entered.add(id(function))
@@ -60,25 +60,25 @@ class Walk:
             self._body(source, function.body)  # type: ignore[attr-defined]
         self.frames, self.blocks = frames, blocks
 
-    def _body(self, source: Source, statements: list[ast.stmt]) -> None:
+    def _body(self, source: SourceFile, statements: list[ast.stmt]) -> None:
         for statement in statements:
             self._statement(source, statement)
 
-    def _arm(self, source: Source, node: ast.AST, arm: str, statements: list[ast.stmt]) -> None:
+    def _arm(self, source: SourceFile, node: ast.AST, arm: str, statements: list[ast.stmt]) -> None:
         arms = self.arms
         self.arms = (*arms, (node, arm, source))
         self._body(source, statements)
         self.arms = arms
 
-    def _in_loop(self, source: Source, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None) -> None:
+    def _in_loop(self, source: SourceFile, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None) -> None:
         loops = self.loops
-        self.loops = (*loops, Loop(source, node, len(self.arms)))
+        self.loops = (*loops, LoopVisit(source, node, len(self.arms)))
         if test is not None:
             self._expression(source, test)
         self._body(source, statements)
         self.loops = loops
 
-    def _statement(self, source: Source, node: ast.stmt) -> None:
+    def _statement(self, source: SourceFile, node: ast.stmt) -> None:
         if isinstance(node, (*FUNCTIONS, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)):
             return
         if isinstance(node, ast.ClassDef):
@@ -118,11 +118,11 @@ class Walk:
             if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
                 self._add("zero_grad" if _forgets_gradient(node) else "assign", source, node)
 
-    def _expression(self, source: Source, node: ast.AST) -> None:
+    def _expression(self, source: SourceFile, node: ast.AST) -> None:
         for each in self._in_order(node):
             if not isinstance(each, ast.Call):
                 loops = self.loops
-                self.loops = (*loops, Loop(source, each, len(self.arms)))
+                self.loops = (*loops, LoopVisit(source, each, len(self.arms)))
                 for child in sorted(ast.iter_child_nodes(each), key=lambda child: not isinstance(child, ast.comprehension)):
                     self._expression(source, child)
                 self.loops = loops
@@ -156,11 +156,11 @@ class Walk:
             self.orders[id(node)] = found
         return self.orders[id(node)]
 
-    def _add(self, kind: str, source: Source, node: ast.AST, subject: ast.expr | None = None, scaled: bool = False) -> None:
+    def _add(self, kind: str, source: SourceFile, node: ast.AST, subject: ast.expr | None = None, scaled: bool = False) -> None:
         if len(self.found) <= MAX_EVENTS:
-            self.found.append(Event(kind, source, node, subject, self.loops, self.arms, self.blocks, self.frames, self.root, scaled))
+            self.found.append(ProgramEvent(kind, source, node, subject, self.loops, self.arms, self.blocks, self.frames, self.root, scaled))
 
-    def _kind(self, source: Source, call: ast.Call) -> tuple[str, ast.expr | None, bool]:
+    def _kind(self, source: SourceFile, call: ast.Call) -> tuple[str, ast.expr | None, bool]:
         function = call.func
         dotted = source.dotted(function)
         name = dotted.rpartition(".")[2] or (function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else "")
@@ -190,7 +190,7 @@ class Walk:
             return "eval", owner, False
         return (simple[name], owner, False) if name in simple else ("call", None, False)
 
-    def _backward(self, source: Source, call: ast.Call, owner: ast.expr) -> tuple[str, ast.expr | None, bool]:
+    def _backward(self, source: SourceFile, call: ast.Call, owner: ast.expr) -> tuple[str, ast.expr | None, bool]:
         if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale" and owner.args:
             return "backward", owner.args[0], True
         handed = call.args[0] if call.args else None

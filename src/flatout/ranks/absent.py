@@ -35,15 +35,15 @@ def why_left_alone(ddps: list[Any]) -> str:
     for ddp in ddps:
         if ddp._delay_all_reduce_params:
             return MADE_WITH.format(what="delay_all_reduce_named_params")
-        told = ddp._get_ddp_logging_data()
-        if told["world_size"] < 2:
+        info = ddp._get_ddp_logging_data()
+        if info["world_size"] < 2:
             return ONE_RANK
-        if told.get("comm_hook", OUR_HOOK) != OUR_HOOK:
+        if info.get("comm_hook", OUR_HOOK) != OUR_HOOK:
             return OWN_HOOK
         parameters, sparse = ddp._build_params_for_reducer()
         unknown = {"mixed_precision": ddp.mixed_precision is not None,
                    "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False), "sparse gradients": any(sparse),
-                   "the compiler's reducer": ddp._use_python_reducer, "parameters that were frozen later": len(parameters) != told["num_parameter_tensors"]}
+                   "the compiler's reducer": ddp._use_python_reducer, "parameters that were frozen later": len(parameters) != info["num_parameter_tensors"]}
         if any(unknown.values()):
             return MADE_WITH.format(what=next(name for name, given in unknown.items() if given))
     return ""

@@ -7,19 +7,19 @@ from functools import wraps
 from typing import Any
 
 from flatout.plan.errors import CannotDivide
-from flatout.plan.standing import Standing
-from flatout.ranks.division import CUT, INDEX, OWN, Division
+from flatout.plan.rank_environment import RankEnvironment
+from flatout.ranks.division import CUT, INDEX, OWN, SplitSettings
 from flatout.ranks.draws import drawn_for_the_whole
-from flatout.ranks.shares import DividedBatches, DividedIterator, Share, share
+from flatout.ranks.shares import BatchShare, DividedBatches, DividedIterator, share
 from flatout.ranks.streams import HostStreams, Streams, offset
 
 
-class Batches:
+class RankBatches:
     """``share`` is the part of the batch that this rank is computing; None before the first one."""
 
-    def __init__(self, torch: Any, scene: Any, here: Standing, division: Division) -> None:
-        self.torch, self.scene, self.here, self.division = torch, scene, here, division
-        self.share: Share | None = None
+    def __init__(self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings) -> None:
+        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.share: BatchShare | None = None
         self.inside = False  # in a forward pass of the model
         self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
 
@@ -40,17 +40,17 @@ class Batches:
 
     def cut(self, batch: Any, samples: int | None = None) -> Any:
         """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
-        samples = samples if samples is not None else self.scene.samples_in(batch)
+        samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
             raise CannotDivide("its batches hold no tensor with one row per sample")
         if self.share is None and samples < self.here.world_size:
             raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks")
         self.share = part = share(samples, self.here.rank, self.here.world_size)
-        return self.scene.rows_of(batch, samples, part.start, part.stop)
+        return self.context.rows_of(batch, samples, part.start, part.stop)
 
     def _trains(self, loader: Any) -> bool:
         """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
-        return self.torch.is_grad_enabled() and self.division.batches in (INDEX, CUT) and self.scene.first_loader_like(loader) in self.division.loaders
+        return self.torch.is_grad_enabled() and self.division.batches in (INDEX, CUT) and self.context.first_loader_like(loader) in self.division.loaders
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
         batches, here, division = self, self.here, self.division

@@ -14,7 +14,7 @@ WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR, WHOLE, SAME), "
 
 
 @dataclass(frozen=True)
-class Division:
+class SplitSettings:
     """How to split a program over ranks.
 
     ``loaders``: the indices of the training loaders, in the order in which the script makes them; text in a
@@ -39,7 +39,7 @@ class Division:
     evaluation: str = WHOLE
 
     @classmethod
-    def read(cls, value: Any) -> Division:
+    def read(cls, value: Any) -> SplitSettings:
         """Raises TypeError with a sentence if the value is invalid."""
         if not isinstance(value, Mapping) or not set(value) <= {*WORDS, "loaders"}:
             raise TypeError(f"the value of data_parallel must be a table with keys among {', '.join([*WORDS, 'loaders'])}, not {value!r}")

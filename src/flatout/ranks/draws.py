@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flatout.ranks.shares import Rows, Share
+from flatout.ranks.shares import BatchShare, Rows
 
 
-def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any:
+def drawn_for_the_whole(torch: Any, share_of: Callable[[], BatchShare | None]) -> Any:
     """A dispatch mode; ``share_of()`` returns the share being computed."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only

@@ -20,8 +20,8 @@ ROUNDING = 1e-3  # relative to a tensor's largest number; dependence between sam
 
 
 class Evaluating:
-    def __init__(self, torch: Any, scene: Any, here: Any) -> None:
-        self.torch, self.scene, self.here = torch, scene, here
+    def __init__(self, torch: Any, context: Any, here: Any) -> None:
+        self.torch, self.context, self.here = torch, context, here
         self._divides: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -34,12 +34,12 @@ class Evaluating:
         whole = forward(*args, **kwargs)
         self._divides[module] = found = self._tried(module, forward, args, kwargs, samples, whole)
         if not found:
-            self.scene.report(NAME, STAYS_WHOLE)
+            self.context.report(NAME, STAYS_WHOLE)
         return whole
 
     def _own(self, forward: Callable, args: tuple, kwargs: dict, samples: int) -> Any:
         part = share(samples, self.here.rank, self.here.world_size)
-        mine = [self.scene.rows_of(each, samples, part.start, part.stop) for each in (*args, *kwargs.values())]
+        mine = [self.context.rows_of(each, samples, part.start, part.stop) for each in (*args, *kwargs.values())]
         return forward(*mine[:len(args)], **dict(zip(kwargs, mine[len(args):], strict=True)))
 
     def _gathered(self, mine: Any, samples: int) -> Any:

@@ -10,7 +10,7 @@ during the backward pass, once its gradients are complete and the earlier bucket
 optimizers, one pass touches only some parameters. The ranks then first agree on the buckets with new
 gradients, and send only these.
 
-The transport (``Terms``) may change at run time: each rank reports its preference with every pass. If all
+The transport (``TransportSettings``) may change at run time: each rank reports its preference with every pass. If all
 agree, it applies from the next pass on. The formats of all ranks therefore always match, even if ranks learn
 of a change at different steps.
 """
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from flatout.plan.standing import Standing
-from flatout.ranks.convoy import CannotExchange, Convoy, Traffic, buckets_of, packed, unpacked
-from flatout.ranks.wire import Terms
+from flatout.plan.rank_environment import RankEnvironment
+from flatout.ranks.bucket_queue import BucketQueue, CannotExchange, Traffic, buckets_of, packed, unpacked
+from flatout.ranks.wire import TransportSettings
 
 WATCHED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
 
@@ -35,7 +35,7 @@ class Exchange:
     ``in_parts``: each backward pass touches only some of them.
     """
 
-    def __init__(self, torch: Any, here: Standing, parameters: Sequence[Any], in_parts: bool, terms: Terms) -> None:
+    def __init__(self, torch: Any, here: RankEnvironment, parameters: Sequence[Any], in_parts: bool, terms: TransportSettings) -> None:
         self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
         self.passes = 0
         self.may_leave_early = not in_parts
@@ -51,18 +51,18 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
 
-    def _travel_under(self, terms: Terms) -> None:
+    def _travel_under(self, terms: TransportSettings) -> None:
         self.terms, self.wire = terms, terms.way.make(self.torch, self.here.world_size)
         self.buckets = buckets_of(self.parameters, terms.bucket_bytes)
         self.bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
-        self.convoy = Convoy(self.torch, self.wire)
+        self.bucket_queue = BucketQueue(self.torch, self.wire)
 
     # -- while the backward pass runs ------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.passes += 1
         self.arrived.clear()
-        self.convoy = Convoy(self.torch, self.wire)
+        self.bucket_queue = BucketQueue(self.torch, self.wire)
         self._missing = [len(bucket) for bucket in self.buckets]
         if self.wire.lossy:
             for at, parameter in enumerate(self.parameters):
@@ -79,35 +79,35 @@ class Exchange:
         self.arrived[at] += 1
         number = self.bucket_of[at]
         if self.arrived[at] > 1:
-            if number < len(self.convoy):
+            if number < len(self.bucket_queue):
                 raise CannotExchange("a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)")
             self.may_leave_early = False
             return
         self._missing[number] -= 1
         if self.may_leave_early and self.passes > WATCHED_PASSES:
-            while len(self.convoy) < len(self.buckets) and not self._missing[len(self.convoy)]:
-                self._leaves(len(self.convoy))
+            while len(self.bucket_queue) < len(self.buckets) and not self._missing[len(self.bucket_queue)]:
+                self._leaves(len(self.bucket_queue))
 
     def _leaves(self, number: int) -> None:
         bucket = self.buckets[number]
-        self.convoy.leave(self._filled(bucket), [self.parameters[at] for at in bucket])
+        self.bucket_queue.leave(self._filled(bucket), [self.parameters[at] for at in bucket])
 
     # -- after it --------------------------------------------------------------------------------------------
 
-    def average(self, values: Sequence[Any], wanted: Terms) -> list[Any]:
+    def average(self, values: Sequence[Any], wanted: TransportSettings) -> list[Any]:
         """Average gradients in place, and scalar tensors, which are returned in float32 or better.
 
         Raises CannotExchange.
 
         ``wanted`` applies from the next pass on if every rank requests it now.
         """
-        left_early, world = len(self.convoy), self.here.world_size
+        left_early, world = len(self.bucket_queue), self.here.world_size
         numbers = list(self._touched() if self.in_parts else range(len(self.buckets)))
         for number in numbers[left_early:]:
             self._leaves(number)
         extra = self._extra(values, wanted)
         work = self.torch.distributed.all_reduce(extra, async_op=True)
-        means = self.convoy.arrive()
+        means = self.bucket_queue.arrive()
         work.wait()
         words, used = extra[len(values):len(values) + world], extra[len(values) + world:]
         with self.torch.no_grad():
@@ -115,7 +115,7 @@ class Exchange:
                 self._taken(self.buckets[number], flat, used)
             self.give_up()  # of buckets that stayed
         flags = len(self.buckets) * 4 if self.in_parts else 0
-        self.traffic = Traffic(self.convoy.sent_bytes, extra.numel() * extra.element_size() + flags, self.convoy.collectives + 1 + bool(flags),
+        self.traffic = Traffic(self.bucket_queue.sent_bytes, extra.numel() * extra.element_size() + flags, self.bucket_queue.collectives + 1 + bool(flags),
                                len(means), left_early)
         if wanted != self.terms and words.tolist() == [wanted.word] * world:
             self._travel_under(wanted)
@@ -143,7 +143,7 @@ class Exchange:
                 parts.append(gradient.detach())
         return packed(self.torch, parts)
 
-    def _extra(self, values: Sequence[Any], wanted: Terms) -> Any:
+    def _extra(self, values: Sequence[Any], wanted: TransportSettings) -> Any:
         """The values, each rank's preference, and for each parameter whether this rank has a gradient."""
         torch = self.torch
         device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))

@@ -129,7 +129,7 @@ class Formats:
     def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
         """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
         state = {name: value for name, value in held.items() if not name.startswith(STATE_PREFIX) and name not in MARKS}
-        found: dict[str, Any] = self.sharding.scene.without_hooks(state, _is_ours)
+        found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_ours)
         return found
 
     def _plain(self, really: Callable) -> Callable:

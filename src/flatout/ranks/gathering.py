@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.plan.errors import CannotDivide
-from flatout.ranks.shares import Rows, Share, share
+from flatout.ranks.shares import BatchShare, Rows, share
 
 
-def put_together(torch: Any, output: Any, part: Share, world: int) -> Any:
+def put_together(torch: Any, output: Any, part: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
     Raises CannotDivide for a value without rows per sample, such as a loss.

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flatout.ranks.convoy import CannotExchange, Convoy, Traffic, buckets_of, packed, unpacked
-from flatout.ranks.rounds import OUTER, Outer, Rounds
+from flatout.ranks.bucket_queue import BucketQueue, CannotExchange, Traffic, buckets_of, packed, unpacked
+from flatout.ranks.rounds import OUTER, LocalSgdSettings, Outer
 
 NAME = "local_sgd"
 SYNCHRONOUS = 2  # steps: the first runs without levers, the second agrees on the transport
@@ -37,18 +37,18 @@ SCALED = "the script scales its loss, and a single rank might skip a step; gradi
 class LocalSteps:
     """``divided``: the installed `data_parallel`. ``apart``: whether each rank is stepping independently."""
 
-    def __init__(self, divided: Any, rounds: Rounds, rate: float | None = None) -> None:
+    def __init__(self, divided: Any, rounds: LocalSgdSettings, rate: float | None = None) -> None:
         self.divided, self.rounds, self.torch = divided, rounds, divided.torch
         usual, self.momentum = OUTER[rounds.outer]
         self.rate = usual if rate is None else rate
-        self.cycles = Cycles(divided.scene)
+        self.cycles = StepBoundaryTracker(divided.context)
         self.steps = self.since = self.held = 0  # steps of this rank; steps since the last round; rounds
         self.apart = self.moved = self.never = False
         self.traffic = Traffic()  # of the last round
         self.parameters: list[Any] = []
         self.shared: list[Any] = []
         self.begun: list[Any] = []  # this rank's weights at the start of its round; with overlap not the shared ones
-        self._under_way: tuple[Convoy, Any, Any] | None = None
+        self._under_way: tuple[BucketQueue, Any, Any] | None = None
         self._mine = os.getpid(), threading.get_ident()  # loader workers and saving threads must not communicate
 
     def install(self, ledger: Any) -> None:
@@ -58,7 +58,7 @@ class LocalSteps:
         ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
         ledger.set(module, "state_dict", self._met_before(module.state_dict))
         ledger.set(torch, "save", self._met_before(torch.save))
-        ledger.set(module, "load_state_dict", self._anew_after(module.load_state_dict))
+        ledger.set(module, "load_state_dict", self._again_after(module.load_state_dict))
         atexit.register(self._end)
         ledger.call("end of the program", lambda: atexit.unregister(self._end))
 
@@ -68,7 +68,7 @@ class LocalSteps:
         """Whether the gradients of the coming backward pass stay on this rank."""
         if self.apart and not _the_same(self.parameters, self.divided.that_train()):  # layers were frozen or unfrozen
             self.meet()
-            self._begin_anew()
+            self._begin_again()
         return self.apart
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -86,15 +86,15 @@ class LocalSteps:
             self._round(stay=self.rounds.overlap)
 
     def _perhaps_part(self) -> None:
-        if self.steps == SYNCHRONOUS and self.divided.scene.scalers:
+        if self.steps == SYNCHRONOUS and self.divided.context.scalers:
             self.never = True
-            self.divided.scene.report(NAME, SCALED)
+            self.divided.context.report(NAME, SCALED)
         if not self.never and self.steps >= max(SYNCHRONOUS, self.rounds.warmup):
             self.apart = True
             self.divided.close_exchange()
-            self._begin_anew()
+            self._begin_again()
 
-    def _begin_anew(self) -> None:
+    def _begin_again(self) -> None:
         """Take the present weights, equal on all ranks, as the shared ones."""
         torch, terms = self.torch, self.divided.terms
         self.parameters = self.divided.that_train()
@@ -131,20 +131,20 @@ class LocalSteps:
 
     def _leave(self, progress: list[Any], ends: bool) -> None:
         torch, here = self.torch, self.divided.here
-        convoy = Convoy(torch, self.wire)
+        bucket_queue = BucketQueue(torch, self.wire)
         for bucket in self.buckets:
-            convoy.leave(packed(torch, [progress[at] for at in bucket]), [self.parameters[at] for at in bucket])
+            bucket_queue.leave(packed(torch, [progress[at] for at in bucket]), [self.parameters[at] for at in bucket])
         count = torch.zeros(2, here.world_size, dtype=torch.float64, device=progress[0].device)
         count[0, here.rank], count[1, here.rank] = self.steps, float(ends)
-        self._under_way = convoy, count, torch.distributed.all_reduce(count, async_op=True)
+        self._under_way = bucket_queue, count, torch.distributed.all_reduce(count, async_op=True)
 
     def _arrive(self, apply: bool) -> None:
         if self._under_way is None:
             return
-        (convoy, count, work), self._under_way = self._under_way, None
-        means = convoy.arrive()
+        (bucket_queue, count, work), self._under_way = self._under_way, None
+        means = bucket_queue.arrive()
         work.wait()
-        self.traffic = Traffic(convoy.sent_bytes, count.numel() * count.element_size(), convoy.collectives + 1, len(means))
+        self.traffic = Traffic(bucket_queue.sent_bytes, count.numel() * count.element_size(), bucket_queue.collectives + 1, len(means))
         steps, ended = count.tolist()
         if len(set(steps)) > 1 or len(set(ended)) > 1:
             raise CannotExchange(_apart(steps, ended))
@@ -165,7 +165,7 @@ class LocalSteps:
 
         return when_met
 
-    def _anew_after(self, really: Callable) -> Callable:
+    def _again_after(self, really: Callable) -> Callable:
         """Loaded weights do not count as progress of a round."""
         @wraps(really)
         def put_back(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class LocalSteps:
                 return really(*args, **kwargs)
             finally:
                 if self.apart and not self._elsewhere():
-                    self._begin_anew()
+                    self._begin_again()
 
         return put_back
 
@@ -197,18 +197,18 @@ class LocalSteps:
         return self._mine != (os.getpid(), threading.get_ident())
 
 
-class Cycles:
+class StepBoundaryTracker:
     """Which of several optimizers ends a step.
 
-    Used because the hooks of `Scene` stop after the first steps.
+    Used because the hooks of `TrainingContext` stop after the first steps.
     """
 
-    def __init__(self, scene: Any) -> None:
-        self.scene, self.boundaries = scene, type(scene.boundaries)()
+    def __init__(self, context: Any) -> None:
+        self.context, self.boundaries = context, type(context.boundaries)()
         self._known: dict[int, Any] = {}
 
     def ended(self, optimizer: Any) -> bool:
-        for each in (*self.scene.optimizers, optimizer):
+        for each in (*self.context.optimizers, optimizer):
             if id(each) not in self._known:
                 self._meet(each)
         return bool(self.boundaries.optimizer_stepped(id(optimizer)))

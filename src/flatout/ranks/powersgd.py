@@ -23,7 +23,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.ranks.wire import Plain, Sending, Start, Way, wide
+from flatout.ranks.wire import CodecKind, PlainCodec, Sending, Start, wide
 
 SEED = 714
 SAVING = 2.0  # as torch's min_compression_rate
@@ -53,7 +53,7 @@ class PowerSGD:
         pieces = [flat[begin:begin + p.numel()] for p, begin in zip(parameters, _begins(parameters), strict=True)]
         thin = [(p, piece.view(p.shape[0], -1)) for p, piece in zip(parameters, pieces, strict=True) if self._saves(p)]
         if done <= self.after or not thin or not wide(self.torch, flat):
-            return (yield from Plain(self.torch, self.world).send(flat, parameters, start))
+            return (yield from PlainCodec(self.torch, self.world).send(flat, parameters, start))
         for p, matrix in thin:
             if p in self.errors:
                 matrix.add_(self.errors[p])
@@ -89,8 +89,8 @@ class PowerSGD:
         return self.queries[parameter]
 
 
-def way(rank: int, after: int) -> Way:
-    return Way(f"powersgd rank {rank} after {after}", lambda torch, world: PowerSGD(torch, world, rank, after))
+def way(rank: int, after: int) -> CodecKind:
+    return CodecKind(f"powersgd rank {rank} after {after}", lambda torch, world: PowerSGD(torch, world, rank, after))
 
 
 class _Packed:

@@ -11,7 +11,7 @@ OUTER = {AVERAGE: (1.0, 0.0), NESTEROV: (0.7, 0.9)}  # learning rate and momentu
 
 
 @dataclass(frozen=True)
-class Rounds:
+class LocalSgdSettings:
     """``every``: steps per round.
 
     ``outer``: average the weights, or apply Nesterov momentum to the average progress.
@@ -26,7 +26,7 @@ class Rounds:
     warmup: int = 0
 
     @classmethod
-    def read(cls, value: Any) -> Rounds:
+    def read(cls, value: Any) -> LocalSgdSettings:
         """Raises TypeError with a sentence if the value is invalid."""
         names = ("every", "outer", "overlap", "warmup")
         if not isinstance(value, Mapping) or not set(value) <= set(names):

@@ -25,8 +25,8 @@ from functools import partial, wraps
 from typing import Any
 
 from flatout.ranks.absent import OUR_HOOK, why_left_alone
-from flatout.ranks.convoy import Convoy
-from flatout.ranks.wire import Way
+from flatout.ranks.bucket_queue import BucketQueue
+from flatout.ranks.wire import CodecKind
 
 OBSERVED_PASSES = 4
 KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
@@ -34,32 +34,32 @@ CHANGES = "the order in which parameters get their gradients differs between pas
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DdpSettings:
     """False keeps the script's own setting. ``way``: None for torch's own averaging."""
 
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     broadcast_when_changed: bool = False
-    way: Way | None = None
+    way: CodecKind | None = None
 
 
-AS_IT_IS = Wanted()
+AS_IT_IS = DdpSettings()
 
 
-def change(scene: Any, ledger: Any, **wanted: Any) -> None:
+def change(context: Any, ledger: Any, **wanted: Any) -> None:
     """Apply the settings to every DistributedDataParallel of the script from the next exchange on.
 
     Raises LookupError.
 
     They hold until the ledger is restored.
     """
-    if why := why_left_alone(scene.ddp_modules):
+    if why := why_left_alone(context.ddp_modules):
         raise LookupError(why)
-    for ddp in scene.ddp_modules:
+    for ddp in context.ddp_modules:
         if ddp not in HELD:
-            HELD[ddp] = ScriptDdp(scene, ddp, type(ledger))
+            HELD[ddp] = ScriptDdp(context, ddp, type(ledger))
         ledger.set(HELD[ddp], "wanted", replace(HELD[ddp].wanted, **wanted))
-    _patch(scene.torch, type(ledger))
+    _patch(context.torch, type(ledger))
 
 
 class ScriptDdp:
@@ -68,8 +68,8 @@ class ScriptDdp:
     ``gave_way``: the script has registered its own hook.
     """
 
-    def __init__(self, scene: Any, ddp: Any, ledgers: Callable[[], Any]) -> None:
-        self.torch, self.scene, self._ledgers = scene.torch, scene, ledgers
+    def __init__(self, context: Any, ddp: Any, ledgers: Callable[[], Any]) -> None:
+        self.torch, self.context, self._ledgers = context.torch, context, ledgers
         self.wanted = self.now = AS_IT_IS
         self.gave_way = False
         self.hook: Callable | None = None
@@ -98,7 +98,7 @@ class ScriptDdp:
             if replace(goal, broadcast_when_changed=False) != replace(before, broadcast_when_changed=False):
                 self._remake(ddp)
 
-    def _sound(self, ddp: Any) -> Wanted:
+    def _sound(self, ddp: Any) -> DdpSettings:
         """The settings that are safe from now on.
 
         Some are safe only after observed passes that show that results do not change.
@@ -121,12 +121,12 @@ class ScriptDdp:
     def _agree(self, ddp: Any, observed: _Observed) -> None:
         """Combine the observations of all ranks."""
         names = list(observed.verdict)
-        told = self.torch.tensor([float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp))
-        self.torch.distributed.all_reduce(told, self.torch.distributed.ReduceOp.MIN, group=ddp.process_group)
-        observed.verdict = {name: bool(each) for name, each in zip(names, told.tolist(), strict=True)}
+        info = self.torch.tensor([float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp))
+        self.torch.distributed.all_reduce(info, self.torch.distributed.ReduceOp.MIN, group=ddp.process_group)
+        observed.verdict = {name: bool(each) for name, each in zip(names, info.tolist(), strict=True)}
         for name, why in (("gradient_as_bucket_view", KEEPS), ("static_graph", CHANGES)):
             if getattr(self.wanted, name) and not observed.verdict[name]:
-                self.scene.report("ddp_flags", f"{name} is not used: {why}")
+                self.context.report("ddp_flags", f"{name} is not used: {why}")
 
     # -- the reducer -----------------------------------------------------------------------------------------
 
@@ -193,9 +193,9 @@ class ScriptDdp:
             self._seen = _buffers(ddp)
 
     def _any_changed(self, ddp: Any) -> bool:
-        told = self.torch.tensor([float(self._seen is None or _buffers(ddp) != self._seen)], device=_device(self.torch, ddp))
-        self.torch.distributed.all_reduce(told, self.torch.distributed.ReduceOp.MAX, group=ddp.process_group)
-        return bool(told.item())
+        info = self.torch.tensor([float(self._seen is None or _buffers(ddp) != self._seen)], device=_device(self.torch, ddp))
+        self.torch.distributed.all_reduce(info, self.torch.distributed.ReduceOp.MAX, group=ddp.process_group)
+        return bool(info.item())
 
 
 def _buffers(ddp: Any) -> list[tuple[Any, ...]]:
@@ -219,18 +219,18 @@ class _Sending:
         self.begin()
 
     def begin(self) -> None:
-        self._convoy, self._futures, self._left = Convoy(self.torch, self.wire, self.group), list[Any](), 0
+        self._bucket_queue, self._futures, self._left = BucketQueue(self.torch, self.wire, self.group), list[Any](), 0
 
     def leave(self, bucket: Any) -> Any:
         flat, parameters = bucket.buffer(), bucket.parameters()
         future = self.torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         self._futures.append(future)
         self._left += len(parameters)
-        self._convoy.leave(flat, parameters)
+        self._bucket_queue.leave(flat, parameters)
         if self._left == self.parameters:  # with a static graph the index does not identify the last bucket
-            convoy, futures = self._convoy, self._futures
+            bucket_queue, futures = self._bucket_queue, self._futures
             self.begin()
-            for each, mean in zip(futures, convoy.arrive(), strict=True):
+            for each, mean in zip(futures, bucket_queue.arrive(), strict=True):
                 each.set_result(mean)
         return future
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.plan.errors import CannotDivide
-from flatout.plan.standing import Standing
+from flatout.plan.rank_environment import RankEnvironment
+from flatout.ranks.dtensor_interop import DTensorInterop
 from flatout.ranks.formats import Formats
-from flatout.ranks.mixing import Mixing
 
 NAME = "sharding"
 NODE, ALL = "node", "all"
@@ -30,13 +30,13 @@ class Sharding:
     ``blocks_of(module)`` returns its repeated blocks.
     """
 
-    def __init__(self, torch: Any, scene: Any, here: Standing, over: str, blocks_of: Any, ledger: Any) -> None:
-        self.torch, self.scene, self.here, self.over, self.blocks_of, self.ledger = torch, scene, here, over, blocks_of, ledger
+    def __init__(self, torch: Any, context: Any, here: RankEnvironment, over: str, blocks_of: Any, ledger: Any) -> None:
+        self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = torch, context, here, over, blocks_of, ledger
         self.mesh: Any = None
         self.averages = True  # average gradients; else sum them
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
         self.opened: list[Any] = []  # modules being called in pieces
-        self.mixing = Mixing(torch, here.world_size, ledger)
+        self.mixing = DTensorInterop(torch, here.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
         self._hooks: list[Any] = []
         ledger.call("hooks of pieces", self._close)
@@ -100,7 +100,7 @@ class Sharding:
 
     def _in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
         """Replace the whole weights in the optimizers by the sharded ones, including their state."""
-        for optimizer in self.scene.optimizers:
+        for optimizer in self.context.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
                 if len({self.holds(p) for p in group["params"]}) > 1 and group.get("fused"):

@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Samples ``start`` to ``stop`` of a batch of ``samples``.
 
     ``weight``: its part of a mean over the batch; the weights of all ranks add up to 1.
@@ -31,14 +31,14 @@ class Share:
         return self.stop - self.start
 
 
-def share(samples: int, rank: int, world: int) -> Share:
+def share(samples: int, rank: int, world: int) -> BatchShare:
     """The share of a batch for ``rank`` of ``world``."""
     if samples < world:
-        return Share(samples, 0, samples, 1.0 if rank == 0 else 0.0)
+        return BatchShare(samples, 0, samples, 1.0 if rank == 0 else 0.0)
     each, more = divmod(samples, world)
     start = rank * each + min(rank, more)
     stop = start + each + (rank < more)
-    return Share(samples, start, stop, (stop - start) / samples)
+    return BatchShare(samples, start, stop, (stop - start) / samples)
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Rows:
 
     dim: int
     each: int
-    share: Share
+    share: BatchShare
 
     @classmethod
-    def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
+    def of(cls, shape: Sequence[int], share: BatchShare) -> Rows | None:
         """The first dimension if its size matches, else the only one that matches.
 
         Otherwise the first one, if samples were flattened into it (heads, tokens).
@@ -91,7 +91,7 @@ class DividedIterator:
 
     def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
-        self.drawn: deque[Share] = deque()
+        self.drawn: deque[BatchShare] = deque()
 
     def __iter__(self) -> DividedIterator:
         return self

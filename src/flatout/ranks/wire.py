@@ -31,7 +31,7 @@ LEAST = 1.0  # minimum of the largest number, to keep the others representable
 LARGEST_SCALE = 2.0**100
 
 
-class Wire(Protocol):
+class GradientCodec(Protocol):
     """``lossy``: the result is rounded, so nothing may pass twice.
 
     ``remembers``: its output depends on earlier passes.
@@ -47,7 +47,7 @@ class Wire(Protocol):
         """
 
 
-class Plain:
+class PlainCodec:
     lossy = remembers = False
 
     def __init__(self, torch: Any, world: int) -> None:
@@ -58,7 +58,7 @@ class Plain:
         return flat.div_(self.world)
 
 
-class Brain:
+class Bfloat16Codec:
     """bfloat16 codec."""
 
     lossy, remembers = True, False
@@ -68,13 +68,13 @@ class Brain:
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
         if not wide(self.torch, flat):
-            return (yield from Plain(self.torch, self.world).send(flat, parameters, start))
+            return (yield from PlainCodec(self.torch, self.world).send(flat, parameters, start))
         small = flat.div(self.world).to(self.torch.bfloat16)
         yield start(small)
         return flat.copy_(small)
 
 
-class Half:
+class Float16Codec:
     """float16 codec. ``scales``: by the first parameter of a bucket.
 
     A bucket without a scale is sent uncompressed, to learn the size of its numbers.
@@ -89,7 +89,7 @@ class Half:
         self.scales: Any = WeakTensorKeyDictionary()
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
-        plain = Plain(self.torch, self.world)
+        plain = PlainCodec(self.torch, self.world)
         if not wide(self.torch, flat):
             return (yield from plain.send(flat, parameters, start))
         scale = self.scales.pop(parameters[0], None)
@@ -114,31 +114,31 @@ def wide(torch: Any, flat: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
+class CodecKind:
     """A kind of wire by name, and its factory for a number of ranks. Equal names are equal."""
 
     name: str
-    make: Callable[[Any, int], Wire]
+    make: Callable[[Any, int], GradientCodec]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Way) and other.name == self.name
+        return isinstance(other, CodecKind) and other.name == self.name
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
-PLAIN = Way("plain", Plain)
-BF16, FP16 = Way("bf16", Brain), Way("fp16", Half)
+PLAIN = CodecKind("plain", PlainCodec)
+BF16, FP16 = CodecKind("bf16", Bfloat16Codec), CodecKind("fp16", Float16Codec)
 
 
 @dataclass(frozen=True)
-class Terms:
+class TransportSettings:
     """The transport of gradients, equal on every rank.
 
     ``bucket_bytes``: None for one bucket of each dtype.
     """
 
-    way: Way = PLAIN
+    way: CodecKind = PLAIN
     bucket_bytes: int | None = 25 * 2**20  # the default of torch's DistributedDataParallel
 
     @property

@@ -8,7 +8,7 @@ Nothing here uses torch, clocks or processes, and nothing here prints.
     terminal.py   summary as tables for a terminal (rich)
     page.py       shared setup of all pages: no scripts, no requests, everything escaped
     report.py     summary as one self-contained page (jinja2)
-    pictures.py   bar charts, forest plots and curves as inline SVG, built with svg.py
+    charts.py   bar charts, forest plots and curves as inline SVG, built with svg.py
     profile_*.py  the same for a profile: summary, terminal, report, charts
     curves.py     thinning of loss curves for plots
 """

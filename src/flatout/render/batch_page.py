@@ -6,8 +6,8 @@ from rich.table import Table
 
 from flatout.plan.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.plan.records import Ratio
-from flatout.render import wording
-from flatout.render.batch_pictures import memory_plot, speed_plot
+from flatout.render import formatting
+from flatout.render.batch_charts import memory_plot, speed_plot
 from flatout.render.page import environment
 
 COLUMNS = ("batch size", "a step", "samples/s", "speed", "same effective batch", "peak", "")
@@ -21,13 +21,13 @@ def headline(record: BatchRecord) -> str:
         return "No batch sizes measured"
     if best.size == own or best.speed is None or best.speed.low <= 1.0 or best.speed.median < LITTLE:
         return f"{own} samples a batch, unchanged"
-    return f"{best.size} samples a batch: {wording.times(best.speed.median)[:-1]} times the samples/s of {own}"
+    return f"{best.size} samples a batch: {formatting.times(best.speed.median)[:-1]} times the samples/s of {own}"
 
 
 def sentences(record: BatchRecord) -> list[str]:
     """Return the results as sentences: speed, knee, same effective batch, memory, noise, notes."""
     found = [f"flatout cannot change the batch size: {record.why_no_curve}"] if record.why_no_curve else _of_the_curve(record)
-    return [wording.sentence(each) for each in [*found, noise_sentence(record.noise, record.own), *(f"note: {note}" for note in record.notes[:20])]]
+    return [formatting.sentence(each) for each in [*found, noise_sentence(record.noise, record.own), *(f"note: {note}" for note in record.notes[:20])]]
 
 
 def _of_the_curve(record: BatchRecord) -> list[str]:
@@ -36,8 +36,8 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
         smallest = min((point for point in record.points if point.peak_bytes), key=lambda point: point.size, default=None)
         if smallest is None or smallest.fits or record.limit_bytes is None:
             return ["no batch size was measured completely"]
-        return [f"no batch size fits into {wording.size(record.limit_bytes)} ({record.limit}): even {smallest.size} samples a batch take "
-                f"{wording.size(smallest.peak_bytes)}. `flatout memory` shows what uses them"]
+        return [f"no batch size fits into {formatting.size(record.limit_bytes)} ({record.limit}): even {smallest.size} samples a batch take "
+                f"{formatting.size(smallest.peak_bytes)}. `flatout memory` shows what uses them"]
     fastest = "fastest size that fits" if not best.speed.low <= 1.0 <= best.speed.high or best is own else "fastest size that fits, by a margin within noise"
     against = f": {_ratio(best.speed)} the samples/s of the program's own {own.size}" if best is not own else ""
     found = [f"{best.size} samples a batch are the {fastest}{against}"]
@@ -48,7 +48,7 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
         found.append(f"above {record.knee} samples a batch, a larger size gives less than 5 % more samples/s ({between})" if record.knee else
                      f"{max(tried)} samples a batch, the largest measured size that fits, still give at least 5 % more than the size before ({between})")
     if kept is not None and kept is not own and kept.kept_speed is not None and record.effective:
-        parts = f"{wording.figure(kept.kept_micro_batches)} micro-batches of {kept.size}"
+        parts = f"{formatting.figure(kept.kept_micro_batches)} micro-batches of {kept.size}"
         better = kept.kept_speed.low > 1.0 and kept.kept_speed.median >= LITTLE
         found.append(f"at the same effective batch of {record.effective}, {parts} would give {_ratio(kept.kept_speed)} the samples/s: computed from the "
                      f"phases of a step at {kept.size}, not measured" if better else
@@ -59,7 +59,7 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
     if record.again is not None:
         found.append(f"the own size measured again in other processes: {_ratio(record.again)}; differences within that are noise")
     what = "the allocator's maximum" if record.device == "cuda" else "the size of all tensors of one step, without Python, libraries and loader workers"
-    found.append(f"peak is {what}; the limit is {wording.size(record.limit_bytes)} ({record.limit}), of which a tenth is kept free")
+    found.append(f"peak is {what}; the limit is {formatting.size(record.limit_bytes)} ({record.limit}), of which a tenth is kept free")
     return found
 
 
@@ -96,11 +96,11 @@ def noise_sentence(noise: NoiseSeen, own: int | None) -> str:
 
 
 def _samples(value: float | None) -> str:
-    return wording.figure(value, 2) if value is None or value < 100 else wording.count(float(f"{value:.2g}"))
+    return formatting.figure(value, 2) if value is None or value < 100 else formatting.count(float(f"{value:.2g}"))
 
 
 def _ratio(ratio: Ratio) -> str:
-    return f"{wording.times(ratio.median)} ({wording.interval(ratio.low, ratio.high)})"
+    return f"{formatting.times(ratio.median)} ({formatting.interval(ratio.low, ratio.high)})"
 
 
 def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
     marks = [word for word, size in (("own", record.own), ("fastest", record.best), ("enough", record.knee)) if size == point.size]
     said = point.status if point.why else ", ".join(marks)
     fast, as_fast = ("1" if ratio and point.size == record.own else _ratio(ratio) if ratio else "" for ratio in (speed, kept))
-    return (f"{point.size:,}", wording.milliseconds(point.step_ms), wording.figure(point.samples_per_s), fast, as_fast,
-            wording.size(point.peak_bytes) if point.peak_bytes else "", wording.one_line(said, 60))
+    return (f"{point.size:,}", formatting.milliseconds(point.step_ms), formatting.figure(point.samples_per_s), fast, as_fast,
+            formatting.size(point.peak_bytes) if point.peak_bytes else "", formatting.one_line(said, 60))
 
 
 def batch_table(record: BatchRecord) -> Table:
@@ -123,7 +123,7 @@ def batch_table(record: BatchRecord) -> Table:
 
 def batch_html(record: BatchRecord) -> str:
     return environment("report.css", "profile.css").get_template("batch.html.j2").render(
-        headline=headline(record), sentences=sentences(record), command=wording.shell(record.command), speed=speed_plot(record), memory=memory_plot(record),
+        headline=headline(record), sentences=sentences(record), command=formatting.shell(record.command), speed=speed_plot(record), memory=memory_plot(record),
         noise=record.noise.batch is not None and record.noise.low is not None,
         columns=COLUMNS, rows=[row(record, point) for point in record.points], computed=any(point.kept_samples_per_s for point in record.points),
-        dateline=[part for part in (wording.day(record.created), record.device) if part], version=wording.one_line(record.flatout, 40))
+        dateline=[part for part in (formatting.day(record.created), record.device) if part], version=formatting.one_line(record.flatout, 40))

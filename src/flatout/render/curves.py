@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from flatout.plan.records import GuardRecord
-from flatout.render.wording import count, drawable, figure
+from flatout.render.formatting import count, drawable, figure
 
 MAX_POINTS = 240
 

@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.plan.ceilings import CeilingsRecord
-from flatout.plan.sight import Check, Verdict
-from flatout.render.wording import NOTHING, figure, one_line, several
+from flatout.plan.machine_snapshot import CheckResult, Verdict
+from flatout.render.formatting import NOTHING, figure, one_line, several
 
 BUSY_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {Verdict.PROBLEM: "bold red", Verdict.WARNING: "bold yellow", Verdict.NOTE: "bold", Verdict.UNSEEN: "dim", Verdict.OK: "green"}
 
 
-def doctor_page(checks: Sequence[Check]) -> RenderableType:
+def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
     """Return problems and warnings in full, notes with their command, and one line per theme for the rest."""
     by_verdict = {verdict: [check for check in checks if check.verdict == verdict] for verdict in Verdict}
     parts: list[RenderableType] = [_headline(by_verdict), ""]
@@ -33,7 +33,7 @@ def doctor_page(checks: Sequence[Check]) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def _headline(by_verdict: Mapping[Verdict, Sequence[Check]]) -> Text:
+def _headline(by_verdict: Mapping[Verdict, Sequence[CheckResult]]) -> Text:
     counts = [(several(len(by_verdict[verdict]), verdict.value), verdict) for verdict in (Verdict.PROBLEM, Verdict.WARNING) if by_verdict[verdict]]
     if not counts:
         return Text("this machine is ready", style="bold green")
@@ -41,32 +41,32 @@ def _headline(by_verdict: Mapping[Verdict, Sequence[Check]]) -> Text:
     return Text(words if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {words}", style=STYLES[counts[0][1]])
 
 
-def _in_full(check: Check, style: str) -> Iterable[RenderableType]:
+def _in_full(check: CheckResult, style: str) -> Iterable[RenderableType]:
     yield Text.assemble((check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim"))
     yield Padding(Text(one_line(check.seen) + ".", overflow="fold"), (0, 0, 0, 4))
     if check.why:
         yield Padding(Text(one_line(check.why), style="dim", overflow="fold"), (0, 0, 0, 4))
     for line in check.evidence[:6]:
         yield Padding(Text("| " + one_line(line, 200), style="dim", overflow="fold"), (0, 0, 0, 6))
-    if check.mend:
-        yield _command(check.mend, 6)
+    if check.fix:
+        yield _command(check.fix, 6)
 
 
-def _command(mend: str, indent: int) -> RenderableType:
+def _command(fix: str, indent: int) -> RenderableType:
     # No line breaks here: the terminal wraps by itself, and the command still copies as one line.
-    return Text(" " * indent + one_line(mend, 2000), style="bold cyan", no_wrap=True, overflow="ignore")
+    return Text(" " * indent + one_line(fix, 2000), style="bold cyan", no_wrap=True, overflow="ignore")
 
 
-def _notes(checks: Sequence[Check]) -> RenderableType:
+def _notes(checks: Sequence[CheckResult]) -> RenderableType:
     lines: list[RenderableType] = []
     for check in checks:
         lines.append(Padding(Text.assemble((f"{check.code} ", "dim"), one_line(check.seen), overflow="fold"), (0, 0, 0, 2)))
-        if check.mend:
-            lines.append(_command(check.mend, 8))
+        if check.fix:
+            lines.append(_command(check.fix, 8))
     return Group(*lines)
 
 
-def _by_theme(checks: Sequence[Check]) -> RenderableType:
+def _by_theme(checks: Sequence[CheckResult]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

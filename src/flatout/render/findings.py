@@ -11,8 +11,8 @@ from urllib.parse import quote
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flatout.plan.findings import Finding, Place, Severity
-from flatout.render.wording import legible, one_line, sentence
+from flatout.plan.findings import Finding, Severity, SourceLocation
+from flatout.render.formatting import legible, one_line, sentence
 
 STYLES = {Severity.WRONG.value: "bold red", Severity.TIME.value: "bold yellow", Severity.MEMORY.value: "bold magenta", Severity.FRAGILE.value: "bold cyan"}
 LEVELS = {Severity.WRONG.value: "error", Severity.TIME.value: "warning", Severity.MEMORY.value: "warning", Severity.FRAGILE.value: "note"}
@@ -50,14 +50,14 @@ def _one(finding: Finding) -> Iterator[Text]:
     yield Text(sentence(finding.said))
     if finding.others:
         yield Text("see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim")
-    for number, line in enumerate(legible(finding.mend, 2000).splitlines()):
+    for number, line in enumerate(legible(finding.fix, 2000).splitlines()):
         yield Text(("fix: " if number == 0 else "     ") + line, style="green")
     if finding.levers:
         yield Text(f"without editing: `flatout tune` tries {', '.join(finding.levers)}", style="dim")
     yield Text("")
 
 
-def _with_caret(place: Place) -> tuple[str, int]:
+def _with_caret(place: SourceLocation) -> tuple[str, int]:
     """Return the line as shown and the caret's index in it, or -1.
 
     ``place.text`` is stripped; ``place.column`` counts in the whole line.
@@ -92,7 +92,7 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             if finding.place.column:
                 options["col"] = str(finding.place.column)
         shown = ",".join(f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for key, value in options.items())
-        yield f"::{GITHUB[LEVELS[finding.severity]]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.mend if finding.mend else ''))}"
+        yield f"::{GITHUB[LEVELS[finding.severity]]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
 
 
 def _escaped(text: str) -> str:
@@ -105,8 +105,8 @@ def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str,
     driver = {
         "name": "flatout",
         "rules": [{"id": code, "name": name, "shortDescription": {"text": title}, "fullDescription": {"text": one_line(what, 2000)},
-                   "help": {"text": one_line(mend, 2000)}, "defaultConfiguration": {"level": LEVELS[severity]}, "properties": {"tags": [severity]}}
-                  for code, name, title, what, mend, severity in rules],
+                   "help": {"text": one_line(fix, 2000)}, "defaultConfiguration": {"level": LEVELS[severity]}, "properties": {"tags": [severity]}}
+                  for code, name, title, what, fix, severity in rules],
     }
     results = [_result(finding, order) for finding in findings]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
@@ -115,7 +115,7 @@ def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str,
 
 def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"ruleId": finding.rule, "level": LEVELS[finding.severity],
-                              "message": {"text": sentence(finding.said) + (f"\n{finding.mend}" if finding.mend else "")}}
+                              "message": {"text": sentence(finding.said) + (f"\n{finding.fix}" if finding.fix else "")}}
     if finding.rule in order:
         result["ruleIndex"] = order.index(finding.rule)
     if finding.place is not None:
@@ -125,7 +125,7 @@ def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def _location(place: Place) -> dict[str, Any]:
+def _location(place: SourceLocation) -> dict[str, Any]:
     region: dict[str, Any] = {"startLine": max(1, place.line), "snippet": {"text": place.text}}
     if place.column:
         region["startColumn"] = place.column

@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from flatout.plan.records import Point, SessionRecord
-from flatout.render import story
-from flatout.render.pictures import PLOT_HEIGHT
-from flatout.render.svg import Scale, axis_below, element, percent, picture, round_ticks, title
-from flatout.render.wording import drawable, interval, one_line, size, times
+from flatout.plan.records import SessionRecord, TimeMemoryPoint
+from flatout.render import summary
+from flatout.render.charts import PLOT_HEIGHT
+from flatout.render.formatting import drawable, interval, one_line, size, times
+from flatout.render.svg import Scale, axis_below, chart, element, percent, round_ticks, title
 
 ROOM = 0.08  # margin around the outermost dots, as a share of the span
 
 
 def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | None:
     """Return the time axis, the plot and the memory axis. None with fewer than two points."""
-    points = story.frontier(session)
+    points = summary.frontier(session)
     if len(points) < 2:
         return None
     limit = drawable(session.memory_limit_bytes)
     peaks = [float(point.peak_bytes or 0) for point in points] + ([limit] if limit else [])
-    ends = [end for point in points for end in story.relative_time(point) if end is not None]
+    ends = [end for point in points for end in summary.relative_time(point) if end is not None]
     unit = 2.0**30 if max(peaks) >= 2**30 else 2.0**20
     x = _roomy([peak / unit for peak in peaks])
     y = _roomy(ends)
@@ -37,11 +37,11 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
     names = [f"{t:.3g}x" for t in levels]
     texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft")
              for name, t in zip(names, levels, strict=True)]
-    left = element("svg", *texts, aria_hidden="true", class_="picture levels", width=12 + round(7.5 * max(map(len, names), default=1)), height=PLOT_HEIGHT)
+    left = element("svg", *texts, aria_hidden="true", class_="chart levels", width=12 + round(7.5 * max(map(len, names), default=1)), height=PLOT_HEIGHT)
     word = "GiB" if unit == 2.0**30 else "MiB"
     ticks = round_ticks(x.low, x.high, 5)
-    said = "; ".join(f"{point.plan}: {size(point.peak_bytes)}, {times(story.relative_time(point)[0])}" for point in points)
-    return left, picture(f"Time of a step against peak memory. {said}", PLOT_HEIGHT, shapes, "picture plot"), \
+    said = "; ".join(f"{point.plan}: {size(point.peak_bytes)}, {times(summary.relative_time(point)[0])}" for point in points)
+    return left, chart(f"Time of a step against peak memory. {said}", PLOT_HEIGHT, shapes, "chart plot"), \
         axis_below(x, [(t, f"{t:g} {word}") for t in ticks])
 
 
@@ -51,12 +51,12 @@ def _roomy(values: list[float]) -> Scale:
     return Scale(low - room, high + room)
 
 
-def _dot(point: Point, number: int, x: Scale, y: Scale, unit: float) -> Iterator[Markup]:
+def _dot(point: TimeMemoryPoint, number: int, x: Scale, y: Scale, unit: float) -> Iterator[Markup]:
     """Yield a diamond for the chosen plan, a full dot for one that fits, a hollow dot for one that does not.
 
     The number is the plan's row in the table.
     """
-    time, low, high = story.relative_time(point)
+    time, low, high = summary.relative_time(point)
     across, down = percent(x((point.peak_bytes or 0) / unit)), percent(1 - y(time))
     if low is not None and high is not None:
         yield element("line", x1=across, x2=across, y1=percent(1 - y(low)), y2=percent(1 - y(high)), class_="whisker kept")

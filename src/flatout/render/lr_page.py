@@ -8,10 +8,10 @@ from markupsafe import Markup
 from rich.table import Table
 
 from flatout.plan.lr_range import OWN, LrRange, LrRecord, LrTraining
-from flatout.render import wording
+from flatout.render import formatting
+from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
-from flatout.render.pictures import PLOT_HEIGHT
-from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, decades, element, percent, picture, powers, round_ticks, stretched, title
+from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, chart, decades, element, percent, powers, round_ticks, stretched, title
 
 ROOM = 0.08  # margin above and below the curve, as a share of its height
 MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "diverges"))
@@ -31,31 +31,31 @@ def headline(record: LrRecord) -> str:
     if not ends:
         return "A learning rate for each optimizer"
     best = min(ends)[1]
-    return f"After the same compute time, {'your optimizer' if best == OWN else wording.one_line(best, 60)} has the lowest loss"
+    return f"After the same compute time, {'your optimizer' if best == OWN else formatting.one_line(best, 60)} has the lowest loss"
 
 
 def because(record: LrRecord) -> str:
     if len(record.tests) == 1:
-        return wording.sentence(record.tests[0].why or record.message)
-    return wording.sentence("One run and one seed each: small differences are not significant" if record.trainings else record.message)
+        return formatting.sentence(record.tests[0].why or record.message)
+    return formatting.sentence("One run and one seed each: small differences are not significant" if record.trainings else record.message)
 
 
 def at_the_end(training: LrTraining) -> float | None:
     """Return the mean loss over the last steps, or None if any of them is not finite."""
     last = [point.loss for point in training.points[-max(1, len(training.points) // LAST):]]
-    finite = [value for loss in last if (value := wording.drawable(loss)) is not None]
+    finite = [value for loss in last if (value := formatting.drawable(loss)) is not None]
     return sum(finite) / len(finite) if finite and len(finite) == len(last) else None
 
 
 def lr_html(record: LrRecord) -> str:
     several = len(record.tests) > 1
-    tests = [(wording.one_line(test.name, 60) if several else "", wording.sentence(test.why) if several else "", lr_plot(test), rows(test))
+    tests = [(formatting.one_line(test.name, 60) if several else "", formatting.sentence(test.why) if several else "", lr_plot(test), rows(test))
              for test in record.tests]
     return environment("report.css", "profile.css").get_template("lr.html.j2").render(
-        headline=headline(record), because=because(record), command=wording.shell(record.command), tests=tests,
+        headline=headline(record), because=because(record), command=formatting.shell(record.command), tests=tests,
         trainings=training_plot(record.trainings), training_rows=training_rows(record), compute_s=record.compute_s,
-        notes=[wording.sentence(note) for note in record.notes[:20]], dateline=[part for part in (wording.day(record.created), record.device) if part],
-        version=wording.one_line(record.flatout, 40))
+        notes=[formatting.sentence(note) for note in record.notes[:20]], dateline=[part for part in (formatting.day(record.created), record.device) if part],
+        version=formatting.one_line(record.flatout, 40))
 
 
 def rows(test: LrRange) -> list[tuple[str, str]]:
@@ -67,7 +67,7 @@ def rows(test: LrRange) -> list[tuple[str, str]]:
     if test.points:
         first, last = test.points[0].lr, test.points[-1].lr
         found.append(("range", f"{first:.2g} to {last:.2g} in {len(test.points)} steps, after {test.warmup_steps} normal ones"))
-    return [*found, ("optimizer", wording.one_line(test.optimizer, 60))] if test.optimizer else found
+    return [*found, ("optimizer", formatting.one_line(test.optimizer, 60))] if test.optimizer else found
 
 
 def training_rows(record: LrRecord) -> list[tuple[str, str, str, str, str]]:
@@ -75,9 +75,9 @@ def training_rows(record: LrRecord) -> list[tuple[str, str, str, str, str]]:
     found = []
     for each in record.trainings:
         end = at_the_end(each)
-        said = f"{end:.4g}" if end is not None else wording.one_line(each.why, 160) or "not finite"
-        step = wording.milliseconds(each.step_ms) if each.step_ms else ""
-        found.append((wording.one_line(each.name, 60), f"{each.lr:.2g}" if each.lr is not None else "", step, str(len(each.points)), said))
+        said = f"{end:.4g}" if end is not None else formatting.one_line(each.why, 160) or "not finite"
+        step = formatting.milliseconds(each.step_ms) if each.step_ms else ""
+        found.append((formatting.one_line(each.name, 60), f"{each.lr:.2g}" if each.lr is not None else "", step, str(len(each.points)), said))
     return found
 
 
@@ -90,7 +90,7 @@ def lr_table(record: LrRecord) -> Table:
                 table.add_row(name, value)
         else:
             rate = f"{test.suggestion:.2g}: " if test.suggestion is not None else ""
-            table.add_row(wording.one_line(test.name, 60), f"{rate}{wording.sentence(test.why)}")
+            table.add_row(formatting.one_line(test.name, 60), f"{rate}{formatting.sentence(test.why)}")
     for name, lr, step, steps, end in training_rows(record):
         table.add_row(f"  {name}", f"loss {end} after {steps} steps{f' of {step}' if step else ''}{f' at {lr}' if lr else ''}")
     return table
@@ -98,7 +98,7 @@ def lr_table(record: LrRecord) -> Table:
 
 def lr_plot(test: LrRange) -> Plot | None:
     """Return the chart of a test, or None without a curve. Dots are single batches, the line is smoothed."""
-    smooth = [(point.lr, value) for point in test.points if (value := wording.drawable(point.smooth)) is not None and point.lr > 0]
+    smooth = [(point.lr, value) for point in test.points if (value := formatting.drawable(point.smooth)) is not None and point.lr > 0]
     if len(smooth) < 3:
         return None
     before = [value for lr, value in smooth if test.diverged is None or lr <= test.diverged] or [value for _, value in smooth]
@@ -107,12 +107,12 @@ def lr_plot(test: LrRange) -> Plot | None:
     ticks = [tick for tick in powers(decades([x.low, x.high])) if x.low <= tick <= x.high]
     shapes = _grid(x, ticks, y)
     shapes += [element("circle", title(f"lr {point.lr:.3g}: loss {value:.4g}"), cx=percent(x(point.lr)), cy=percent(1 - y(value)), r=2.2, class_="dot")
-               for point in test.points if (value := wording.drawable(point.loss)) is not None and y.low <= value <= y.high]
+               for point in test.points if (value := formatting.drawable(point.loss)) is not None and y.low <= value <= y.high]
     shapes.append(stretched([_curve(smooth, x, y, "steady")]))
     shapes += _marks(test, x)
     said = f"; suggested {test.suggestion:.2g}" if test.suggestion is not None else ""
-    label = f"Loss of {wording.one_line(test.name, 60)} while the learning rate grows from {x.low:.2g} to {x.high:.2g}{said}"
-    return _levels(y), picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g}") for t in ticks])
+    label = f"Loss of {formatting.one_line(test.name, 60)} while the learning rate grows from {x.low:.2g} to {x.high:.2g}{said}"
+    return _levels(y), chart(label, PLOT_HEIGHT, shapes, "chart plot"), axis_below(x, [(t, f"{t:g}") for t in ticks])
 
 
 def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | None:
@@ -120,7 +120,7 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
     curves = []
     for each in trainings[:COLOURS]:
         seconds = (each.step_ms or 0.0) / 1000
-        curve = [((at + 1) * seconds, value) for at, point in enumerate(each.points) if (value := wording.drawable(point.smooth)) is not None]
+        curve = [((at + 1) * seconds, value) for at, point in enumerate(each.points) if (value := formatting.drawable(point.smooth)) is not None]
         if seconds > 0 and len(curve) > 1:
             curves.append((each.name, curve))
     if not curves:
@@ -131,9 +131,9 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
     x = Scale(0.0, max(curve[-1][0] for _, curve in curves))
     ticks = round_ticks(x.low, x.high)
     shapes = [*_grid(x, ticks, y), stretched([_curve(curve, x, y, f"series-{at}") for at, (_, curve) in enumerate(curves)])]
-    label = "Loss over seconds of compute: " + ", ".join(f"{wording.one_line(name, 40)} ends at {curve[-1][1]:.3g}" for name, curve in curves)
-    plot = _levels(y), picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g} s") for t in ticks])
-    return plot, [wording.one_line(name, 60) for name, _ in curves]
+    label = "Loss over seconds of compute: " + ", ".join(f"{formatting.one_line(name, 40)} ends at {curve[-1][1]:.3g}" for name, curve in curves)
+    plot = _levels(y), chart(label, PLOT_HEIGHT, shapes, "chart plot"), axis_below(x, [(t, f"{t:g} s") for t in ticks])
+    return plot, [formatting.one_line(name, 60) for name, _ in curves]
 
 
 def _with_room(values: Sequence[float]) -> Scale:

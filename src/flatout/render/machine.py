@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import SessionRecord
-from flatout.render.wording import NOTHING, count, drawable, figure, one_line, several, size
+from flatout.render.formatting import NOTHING, count, drawable, figure, one_line, several, size
 
 
 def device(session: SessionRecord | ProfileRecord) -> str:
@@ -36,7 +36,7 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     software = {**({"flatout": session.flatout} if session.flatout else {}), **session.versions}
     rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(software.items())[:40])))
     rows.append(("folder", one_line(session.cwd)))
-    rows += [(f"program: {name}", text) for name, text in _flat(session.scene)]
+    rows += [(f"program: {name}", text) for name, text in _flat(session.context)]
     if isinstance(session, SessionRecord):
         rows += [(f"digest of the {name}", text) for name, text in _flat(session.key) if name not in _KEY_NOT_LISTED]
     return [(name, text) for name, text in rows if text and text != NOTHING][:MAX_FACTS]

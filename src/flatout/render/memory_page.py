@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.plan.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
-from flatout.render import wording
+from flatout.render import formatting
+from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
-from flatout.render.pictures import PLOT_HEIGHT
-from flatout.render.profile_pictures import byte_levels, kind_class
-from flatout.render.svg import Scale, element, percent, picture, title
+from flatout.render.profile_charts import byte_levels, kind_class
+from flatout.render.svg import Scale, chart, element, percent, title
 
 MODULES_SHOWN = 8
 BAR = 0.56  # width of a bar, as a share of its slot
@@ -26,27 +26,27 @@ def headline(record: MemoryForecast) -> str:
     own = record.own_point()
     if own is None or own.peak_bytes is None:
         return "The memory of a step is not known"
-    size = f" with {wording.count(record.own)} samples a batch" if record.own else ""
-    where = "on a CUDA device" if record.simulated or record.device == "cuda" else f"on the {wording.one_line(record.device, 20).upper()}"
-    return f"A step{size} takes {wording.size(own.peak_bytes)} of tensors {where}"
+    size = f" with {formatting.count(record.own)} samples a batch" if record.own else ""
+    where = "on a CUDA device" if record.simulated or record.device == "cuda" else f"on the {formatting.one_line(record.device, 20).upper()}"
+    return f"A step{size} takes {formatting.size(own.peak_bytes)} of tensors {where}"
 
 
 def because(record: MemoryForecast) -> str:
     """Return the prediction error, the largest batch that fits, and advice."""
     said = [sentence for point in record.points if (sentence := verdict(point))]
     if record.limit_bytes is not None and record.largest is not None:
-        limit = f"{wording.size(record.limit_bytes)} ({wording.one_line(record.limit_of, 60)})"
-        said.append(f"The largest batch that is predicted to fit into {limit} has {wording.several(record.largest, 'sample')}, "
-                    f"{wording.size(record.largest_peak_bytes)}." if record.largest else f"Not even one sample is predicted to fit into {limit}.")
-    return " ".join([*said, *filter(None, [wording.one_line(record.advice)])])
+        limit = f"{formatting.size(record.limit_bytes)} ({formatting.one_line(record.limit_of, 60)})"
+        said.append(f"The largest batch that is predicted to fit into {limit} has {formatting.several(record.largest, 'sample')}, "
+                    f"{formatting.size(record.largest_peak_bytes)}." if record.largest else f"Not even one sample is predicted to fit into {limit}.")
+    return " ".join([*said, *filter(None, [formatting.one_line(record.advice)])])
 
 
 def verdict(point: MemoryPoint) -> str:
-    size = f"with {wording.count(point.batch_size)} samples " if point.batch_size else ""
+    size = f"with {formatting.count(point.batch_size)} samples " if point.batch_size else ""
     if point.error is not None:
         missed = "right to 0.1 %" if abs(point.error) < 0.001 else f"{abs(point.error):.1%} too {'high' if point.error > 0 else 'low'}"
-        return f"A real step {size}took {wording.size(point.measured_bytes)}: the prediction was {missed}."
-    return wording.sentence(f"It could not be measured {size}({wording.one_line(point.measured_why_not, 200)})") if point.measured_why_not else ""
+        return f"A real step {size}took {formatting.size(point.measured_bytes)}: the prediction was {missed}."
+    return formatting.sentence(f"It could not be measured {size}({formatting.one_line(point.measured_why_not, 200)})") if point.measured_why_not else ""
 
 
 def colour(kind: str) -> str:
@@ -86,13 +86,13 @@ def _cell(record: MemoryForecast, point: MemoryPoint, said: str, row: int) -> Te
 
 
 def cells_of(point: MemoryPoint, kinds: list[str]) -> list[str]:
-    measured = f"{wording.size(point.measured_bytes)} ({round(point.error, 3) + 0.0:+.1%})" if point.error is not None else ""
-    return [wording.count(point.batch_size) if point.batch_size else "its own", wording.size(point.peak_bytes), measured,
-            *(wording.size(point.kinds[kind]) if point.kinds.get(kind) else "" for kind in kinds)]
+    measured = f"{formatting.size(point.measured_bytes)} ({round(point.error, 3) + 0.0:+.1%})" if point.error is not None else ""
+    return [formatting.count(point.batch_size) if point.batch_size else "its own", formatting.size(point.peak_bytes), measured,
+            *(formatting.size(point.kinds[kind]) if point.kinds.get(kind) else "" for kind in kinds)]
 
 
 def failures_of(record: MemoryForecast) -> list[str]:
-    return [f"{wording.several(point.batch_size, 'sample')}: {wording.sentence(point.why_not)}" for point in record.points if point.why_not]
+    return [f"{formatting.several(point.batch_size, 'sample')}: {formatting.sentence(point.why_not)}" for point in record.points if point.why_not]
 
 
 def modules_of(record: MemoryForecast) -> list[tuple[str, str]]:
@@ -102,7 +102,7 @@ def modules_of(record: MemoryForecast) -> list[tuple[str, str]]:
     """
     own = record.own_point()
     found = sorted(own.by_module.items(), key=lambda item: -item[1])[:MODULES_SHOWN] if own is not None else []
-    return [(wording.one_line(name, 60), wording.size(size)) for name, size in found]
+    return [(formatting.one_line(name, 60), formatting.size(size)) for name, size in found]
 
 
 # -- the page ------------------------------------------------------------------------------------------------
@@ -111,20 +111,20 @@ def modules_of(record: MemoryForecast) -> list[tuple[str, str]]:
 def memory_html(record: MemoryForecast) -> str:
     kinds = kinds_in(record)
     own = record.own_point()
-    legend = [(kind, colour(kind), wording.size(own.kinds.get(kind, 0)) if own is not None else "") for kind in kinds]
+    legend = [(kind, colour(kind), formatting.size(own.kinds.get(kind, 0)) if own is not None else "") for kind in kinds]
     shown = [point for point in record.points if not point.why_not]
     columns = [cells_of(point, kinds) for point in shown]
     rows = [(name, cells) for at, name in enumerate(("peak", "measured", *kinds), start=1) if any(cells := [column[at] for column in columns])]
     return environment("report.css", "profile.css").get_template("memory.html.j2").render(
-        headline=headline(record), because=because(record) or wording.sentence(record.message), command=wording.shell(record.command), plot=memory_plot(record),
+        headline=headline(record), because=because(record) or formatting.sentence(record.message), command=formatting.shell(record.command), plot=memory_plot(record),
         legend=legend, sizes=[_named(point, record) for point in shown], rows=rows, failures=failures_of(record),
-        modules=modules_of(record), notes=[wording.sentence(note) for note in record.notes[:20]],
-        dateline=[part for part in (wording.day(record.created), record.device) if part], version=wording.one_line(record.flatout, 40))
+        modules=modules_of(record), notes=[formatting.sentence(note) for note in record.notes[:20]],
+        dateline=[part for part in (formatting.day(record.created), record.device) if part], version=formatting.one_line(record.flatout, 40))
 
 
 def memory_plot(record: MemoryForecast) -> tuple[Markup, Markup, Markup] | None:
     """Return the axis of bytes, a stacked bar per batch size, and the labels. None without predictions."""
-    points = [point for point in record.points if wording.drawable(point.peak_bytes)]
+    points = [point for point in record.points if formatting.drawable(point.peak_bytes)]
     if not points:
         return None
     highest = max(max(point.peak_bytes or 0, point.measured_bytes or 0) for point in points)
@@ -133,20 +133,20 @@ def memory_plot(record: MemoryForecast) -> tuple[Markup, Markup, Markup] | None:
     left, grid = byte_levels(y, PLOT_HEIGHT)
     shapes = [*grid, *(shape for at, point in enumerate(points) for shape in _bar(point, at, len(points), y))]
     if limit is not None:
-        there, said = percent(1 - y(limit)), f"limit {wording.size(limit)}"
+        there, said = percent(1 - y(limit)), f"limit {formatting.size(limit)}"
         shapes.append(element("line", title(said), x1="0%", x2="100%", y1=there, y2=there, class_="limit"))
         shapes.append(element("text", said, x="100%", y=there, dy="-0.4em", text_anchor="end", class_="label"))
     names = [element("text", _named(point, record), x=percent((at + 0.5) / len(points)), y=18, text_anchor="middle", class_="label soft")
              for at, point in enumerate(points)]
-    below = element("svg", *names, aria_hidden="true", class_="picture row", width="100%", height=24)
-    said = "; ".join(f"{point.batch_size or 'its own'}: {wording.size(point.peak_bytes)}" for point in points)
-    return left, picture(f"Peak memory of a step against batch size. {said}", PLOT_HEIGHT, shapes, "picture plot"), below
+    below = element("svg", *names, aria_hidden="true", class_="chart row", width="100%", height=24)
+    said = "; ".join(f"{point.batch_size or 'its own'}: {formatting.size(point.peak_bytes)}" for point in points)
+    return left, chart(f"Peak memory of a step against batch size. {said}", PLOT_HEIGHT, shapes, "chart plot"), below
 
 
 def _named(point: MemoryPoint, record: MemoryForecast) -> str:
     if point.batch_size is None:
         return "its own"
-    return wording.count(point.batch_size) + (" (its own)" if point.batch_size == record.own else " (fits)" if point.batch_size == record.largest else "")
+    return formatting.count(point.batch_size) + (" (its own)" if point.batch_size == record.own else " (fits)" if point.batch_size == record.largest else "")
 
 
 def _bar(point: MemoryPoint, at: int, bars: int, y: Scale) -> Iterator[Markup]:
@@ -156,12 +156,12 @@ def _bar(point: MemoryPoint, at: int, bars: int, y: Scale) -> Iterator[Markup]:
     for kind in FORECAST_KINDS:
         amount: Any = point.kinds.get(kind, 0)
         if amount > 0:
-            tip = title(f"{kind}: {wording.size(amount)}")
+            tip = title(f"{kind}: {formatting.size(amount)}")
             yield element("rect", tip, x=percent(x), y=percent(1 - y(below + amount)), width=percent(width), height=percent(y(below + amount) - y(below)),
                           class_=f"phase {colour(kind)}")
             below += amount
     if point.measured_bytes:
         there = percent(1 - y(point.measured_bytes))
-        tip = title(f"measured: {wording.size(point.measured_bytes)}")
+        tip = title(f"measured: {formatting.size(point.measured_bytes)}")
         yield element("line", x1=percent(x - width * 0.1), x2=percent(x + width * 1.1), y1=there, y2=there, class_="measured")
         yield element("circle", tip, cx=percent(x + width * 1.1), cy=there, r=5, class_="mark total")

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flatout.plan.records import CONFIDENCE
-from flatout.render import wording
+from flatout.render import formatting
 
 
 @cache
@@ -38,5 +38,5 @@ def _clean(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     home = os.path.expanduser("~").rstrip("/")
-    shown = value if isinstance(value, Markup) else wording.legible(value, 4000)
+    shown = value if isinstance(value, Markup) else formatting.legible(value, 4000)
     return shown.replace(f"{home}/", "~/") if home.startswith("/") else shown

@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from flatout.plan.findings import Finding, Place
-from flatout.plan.profile import Crossing, Leak, MemorySeen, Operation, ProfileRecord
+from flatout.plan.findings import Finding, SourceLocation
+from flatout.plan.profile import MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
+from flatout.render.formatting import milliseconds, on_device, shell, size
 from flatout.render.terminal import pairs, section, table_of, text
-from flatout.render.wording import milliseconds, on_device, shell, size
 
 OPERATIONS = 8
-CROSSINGS = 8
+SYNCHRONISATIONS = 8
 MODULES = 5
 FINDINGS = 8
 WITHOUT = {"loader": "without the loader", "copies": "without copies", "optimizer": "without the optimizer", "syncs": "without synchronisation",
@@ -25,7 +25,7 @@ def profile_tables(profile: ProfileRecord) -> RenderableType:
     """Return the output of `flatout profile`."""
     lines: list[RenderableType] = [Text(headline(profile), style="bold")]
     lines.append(Text(_below(profile), style="dim"))
-    for part in (_phases(profile), _what_ifs(profile), _operations(profile), _crossings(profile), _loaders(profile), _memory(profile), _findings(profile),
+    for part in (_phases(profile), _what_ifs(profile), _operations(profile), _synchronisations(profile), _loaders(profile), _memory(profile), _findings(profile),
                  _others(profile)):
         lines += section(part)
     why, command = next_step(profile)
@@ -112,24 +112,24 @@ def _operator(operation: Operation) -> str:
     return operation.name.removeprefix("aten::") + dtype + cores
 
 
-def _crossings(profile: ProfileRecord) -> RenderableType | None:
-    if not profile.crossings:
+def _synchronisations(profile: ProfileRecord) -> RenderableType | None:
+    if not profile.synchronisations:
         return None
     grid = table_of("synchronisation", "a step", "cost", "line")
     for column in grid.columns[1:3]:
         column.justify = "right"
-    for crossing in profile.crossings[:CROSSINGS]:
-        grid.add_row(Text(_kind(crossing)), Text(f"{crossing.calls:.1f}"), Text(milliseconds(crossing.ms)), _place(crossing.place))
+    for synchronisation in profile.synchronisations[:SYNCHRONISATIONS]:
+        grid.add_row(Text(_kind(synchronisation)), Text(f"{synchronisation.calls:.1f}"), Text(milliseconds(synchronisation.ms)), _place(synchronisation.place))
     note = "" if profile.device != "cpu" else "On a CPU these cost little, because nothing waits for a device. On a GPU each one stops the host."
-    left = len(profile.crossings) - CROSSINGS
+    left = len(profile.synchronisations) - SYNCHRONISATIONS
     more = f"{left} more in the record. " if left > 0 else ""
     return Group(grid, Text(more + note, style="dim")) if more or note else grid
 
 
-def _kind(crossing: Crossing) -> str:
-    if crossing.kind != "to device":
-        return crossing.kind
-    return "to device, " + ("pinned" if crossing.pinned else "pageable") + ("" if crossing.non_blocking else ", blocking")
+def _kind(synchronisation: SyncRecord) -> str:
+    if synchronisation.kind != "to device":
+        return synchronisation.kind
+    return "to device, " + ("pinned" if synchronisation.pinned else "pageable") + ("" if synchronisation.non_blocking else ", blocking")
 
 
 def _loaders(profile: ProfileRecord) -> RenderableType | None:
@@ -167,7 +167,7 @@ def _peak(memory: MemorySeen) -> list[tuple[str, Text]]:
     return rows
 
 
-def _leak(leak: Leak) -> str:
+def _leak(leak: MemoryGrowth) -> str:
     held = f", held by {leak.holder}" if leak.holder else ""
     place = f", added at {_where(leak.place)}" if leak.place is not None else ""
     graph = "; it keeps an autograd graph alive" if leak.graph else ""
@@ -207,11 +207,11 @@ def _others(profile: ProfileRecord) -> RenderableType | None:
     return pairs(rows) if rows else None
 
 
-def _place(place: Place | None) -> Text:
+def _place(place: SourceLocation | None) -> Text:
     return Text(_where(place), overflow="fold")
 
 
-def _where(place: Place | None) -> str:
+def _where(place: SourceLocation | None) -> str:
     """Return the file name with line and function. The record has the full path."""
     if place is None:
         return ""

@@ -8,10 +8,10 @@ from markupsafe import Markup
 from rich.table import Table
 
 from flatout.plan.scale import Link, ScalePoint, ScaleRecord
-from flatout.render import wording
+from flatout.render import formatting
+from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
-from flatout.render.pictures import PLOT_HEIGHT
-from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, element, percent, picture, round_ticks, stretched, title
+from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, chart, element, percent, round_ticks, stretched, title
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
 COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "bound by")
@@ -36,32 +36,32 @@ def headline(record: ScaleRecord) -> str:
         return "No prediction is possible"
     most = max(point.devices for point in there)
     best = max((point for point in there if point.devices == most), key=lambda point: point.efficiency or 0.0)
-    return f"{name_of(record, best.strategy)} on {wording.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
+    return f"{name_of(record, best.strategy)} on {formatting.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
 
 
 def because(record: ScaleRecord) -> str:
     timing = record.timing
-    alone = f"one device needs {wording.milliseconds(timing.step_ms)} for a step" if timing else ""
-    batch = f" of {wording.figure(timing.samples)} samples" if timing and timing.samples else ""
+    alone = f"one device needs {formatting.milliseconds(timing.step_ms)} for a step" if timing else ""
+    batch = f" of {formatting.figure(timing.samples)} samples" if timing and timing.samples else ""
     kind = "Each device keeps this batch" if record.scaling == "weak" else "This batch is split across the devices"
-    return wording.sentence(f"Predicted, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
+    return formatting.sentence(f"Predicted, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
 
 
 def network(record: ScaleRecord) -> str:
     if record.network is None:
-        return wording.NOTHING
+        return formatting.NOTHING
     nodes = f", {record.node} devices a node joined by {spelled(record.inside)}" if record.inside is not None else ""
     return f"{spelled(record.network)}{nodes}"
 
 
 def spelled(link: Link) -> str:
-    cards = "" if link.inside or not link.cards else f", {wording.several(link.cards, 'card')} a node"
-    return f"{wording.one_line(link.name, 60)} ({wording.figure(link.bandwidth_bytes_per_s / 1e9)} GB/s, {wording.figure(link.latency_us)} us{cards})"
+    cards = "" if link.inside or not link.cards else f", {formatting.several(link.cards, 'card')} a node"
+    return f"{formatting.one_line(link.name, 60)} ({formatting.figure(link.bandwidth_bytes_per_s / 1e9)} GB/s, {formatting.figure(link.latency_us)} us{cards})"
 
 
 def share(value: float | None) -> str:
-    number = wording.drawable(value)
-    return wording.NOTHING if number is None else f"{100 * number:.1f} %"
+    number = formatting.drawable(value)
+    return formatting.NOTHING if number is None else f"{100 * number:.1f} %"
 
 
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
@@ -73,9 +73,9 @@ def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
     for strategy in strategies(record):
         for at, point in enumerate(record.line(strategy)):
             name = name_of(record, strategy) if at == 0 else ""
-            figures = ("",) * 4 if point.why_not else (wording.milliseconds(point.step_ms), wording.milliseconds(point.exposed_ms), sent(point.wire_bytes),
+            figures = ("",) * 4 if point.why_not else (formatting.milliseconds(point.step_ms), formatting.milliseconds(point.exposed_ms), sent(point.wire_bytes),
                                                        share(point.efficiency))
-            found.append((name, wording.count(point.devices), *figures, wording.one_line(point.why_not or point.bound.partition(": ")[0], 80)))
+            found.append((name, formatting.count(point.devices), *figures, formatting.one_line(point.why_not or point.bound.partition(": ")[0], 80)))
     return found
 
 
@@ -95,13 +95,13 @@ def sentences(record: ScaleRecord) -> list[str]:
     for strategy in strategies(record):
         there = [point for point in record.line(strategy) if point.bound]
         if there:
-            found.append(wording.sentence(f"{name_of(record, strategy)} on {wording.several(there[-1].devices, 'device')}: {there[-1].bound}"))
+            found.append(formatting.sentence(f"{name_of(record, strategy)} on {formatting.several(there[-1].devices, 'device')}: {there[-1].bound}"))
     return found
 
 
 def sent(wire_bytes: float | None) -> str:
-    number = wording.drawable(wire_bytes)
-    return wording.NOTHING if number is None else f"{wording.figure(number / 1e6)} MB"
+    number = formatting.drawable(wire_bytes)
+    return formatting.NOTHING if number is None else f"{formatting.figure(number / 1e6)} MB"
 
 
 def scale_table(record: ScaleRecord) -> Table:
@@ -115,16 +115,16 @@ def scale_table(record: ScaleRecord) -> Table:
 
 def scale_html(record: ScaleRecord) -> str:
     return environment("report.css", "profile.css").get_template("scale.html.j2").render(
-        headline=headline(record), because=because(record), command=wording.shell(record.command), plot=plot(record), columns=COLUMNS,
+        headline=headline(record), because=because(record), command=formatting.shell(record.command), plot=plot(record), columns=COLUMNS,
         names=[name_of(record, strategy) for strategy in strategies(record)], groups=groups(record), sentences=sentences(record),
-        notes=[wording.sentence(note) for note in record.notes[:20]],
-        scaling=record.scaling, dateline=[part for part in (wording.day(record.created), wording.one_line(record.measured, 200)) if part],
-        version=wording.one_line(record.flatout, 40))
+        notes=[formatting.sentence(note) for note in record.notes[:20]],
+        scaling=record.scaling, dateline=[part for part in (formatting.day(record.created), formatting.one_line(record.measured, 200)) if part],
+        version=formatting.one_line(record.flatout, 40))
 
 
 def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
     """Return the efficiency axis, the plot with a line per strategy, the device axis. None without data."""
-    curves = [(strategy, [(point, value) for point in record.line(strategy) if (value := wording.drawable(point.efficiency)) is not None])
+    curves = [(strategy, [(point, value) for point in record.line(strategy) if (value := formatting.drawable(point.efficiency)) is not None])
               for strategy in strategies(record)]
     drawn = [(point, value) for _, curve in curves for point, value in curve]
     counts = sorted({point.devices for point, _ in drawn})
@@ -144,12 +144,12 @@ def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
     label = "Efficiency against the number of devices: " + "; ".join(
         f"{name_of(record, strategy)} {share(curve[0][1])} on {curve[0][0].devices:,} and {share(curve[-1][1])} on {curve[-1][0].devices:,}"
         for strategy, curve in curves if curve)
-    return (axis_beside(y, [(t, f"{100 * t:.0f} %") for t in levels], PLOT_HEIGHT), picture(label, PLOT_HEIGHT, shapes, "picture plot"),
+    return (axis_beside(y, [(t, f"{100 * t:.0f} %") for t in levels], PLOT_HEIGHT), chart(label, PLOT_HEIGHT, shapes, "chart plot"),
             axis_below(x, [(count, f"{count:,}") for count in marked]))
 
 
 def _dot(record: ScaleRecord, strategy: str, point: ScalePoint, value: float, x: Scale, y: Scale) -> Markup:
-    said = title(f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {wording.milliseconds(point.step_ms)} a step; {point.bound}")
+    said = title(f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {formatting.milliseconds(point.step_ms)} a step; {point.bound}")
     return element("circle", said, cx=percent(x(point.devices)), cy=percent(1 - y(value)), r=4, class_="dot")
 
 

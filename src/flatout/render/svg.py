@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from flatout.render.wording import legible
+from flatout.render.formatting import legible
 
 UNITS = 1000
 
@@ -38,7 +38,7 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}".rstrip("0").rstrip(".") + "%"
 
 
-def picture(label: str, height: int, children: Iterable[str], class_: str = "picture") -> Markup:
+def chart(label: str, height: int, children: Iterable[str], class_: str = "chart") -> Markup:
     """Return the outer frame of a chart. ``label`` is its text for screen readers."""
     return element("svg", *children, role="img", aria_label=label, class_=class_, width="100%", height=height)
 
@@ -119,7 +119,7 @@ def powers(scale: Scale) -> list[float]:
 def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
     """Return the axis left of a plot, with tick labels."""
     texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft") for t, name in ticks]
-    return element("svg", *texts, aria_hidden="true", class_="picture levels", width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
+    return element("svg", *texts, aria_hidden="true", class_="chart levels", width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
                    height=height)
 
 
@@ -128,4 +128,4 @@ def axis_below(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
     shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks]
     shapes += [element("text", name, x=percent(x(t)), y=18, text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle", class_="label soft")
                for t, name in ticks]
-    return element("svg", *shapes, aria_hidden="true", class_="picture row", width="100%", height=24)
+    return element("svg", *shapes, aria_hidden="true", class_="chart row", width="100%", height=24)

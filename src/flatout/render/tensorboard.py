@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan.profile import ProfileRecord
-from flatout.render.wording import figure, milliseconds, one_line
+from flatout.render.formatting import figure, milliseconds, one_line
 
 OPERATIONS = 40
 
@@ -55,9 +55,9 @@ def _texts(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
         rows = [(o.name, figure(100 * o.share), figure(o.calls), milliseconds(o.host_ms), o.place.sentence() if o.place else "")
                 for o in profile.operations[:OPERATIONS]]
         yield "operators", _table(("operator", "% of time", "calls", "host", "line"), rows)
-    if profile.crossings:
-        yield "crossings", _table(("synchronisation", "calls", "cost", "line"),
-                                  [(c.kind, figure(c.calls), milliseconds(c.ms), c.place.sentence() if c.place else "") for c in profile.crossings])
+    if profile.synchronisations:
+        yield "synchronisations", _table(("synchronisation", "calls", "cost", "line"),
+                                  [(c.kind, figure(c.calls), milliseconds(c.ms), c.place.sentence() if c.place else "") for c in profile.synchronisations])
     if profile.findings:
         yield "findings", "\n".join(f"* **{f.rule}** {one_line(f.said)}" for f in profile.findings)
 

@@ -14,24 +14,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flatout.plan.enums import Status
 from flatout.plan.plan import Plan
 from flatout.plan.records import LeverRecord, SessionRecord
-from flatout.plan.words import Status
-from flatout.render import ranks_story, story
-from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, several, size, times
+from flatout.render import ranks_summary, summary
+from flatout.render.formatting import NOTHING, drawable, interval, legible, lever, one_line, setting, several, size, times
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
 ORIGINS = {"default": "flatout's own default", "user": "requested by you", "tuner": "found by the tuner", "file": "from the plan file"}
-OUTCOMES = {story.Outcome.FASTER: "bold green", story.Outcome.FITS: "bold green", story.Outcome.FAILED: "bold red", story.Outcome.CHANGED: "bold red"}
+OUTCOMES = {summary.SessionOutcome.FASTER: "bold green", summary.SessionOutcome.FITS: "bold green", summary.SessionOutcome.FAILED: "bold red", summary.SessionOutcome.CHANGED: "bold red"}
 
 
 def session_tables(session: SessionRecord) -> RenderableType:
     """Return the output of `flatout tune` and `flatout report`."""
-    lines: list[RenderableType] = [Text(story.headline(session), style=OUTCOMES.get(story.outcome(session), "bold"))]
-    message = story.message(session)
+    lines: list[RenderableType] = [Text(summary.headline(session), style=OUTCOMES.get(summary.outcome(session), "bold"))]
+    message = summary.message(session)
     if message:
         lines.append(text(message))
-    details = story.details(session)
+    details = summary.details(session)
     if details:
         lines += ["", Padding(Text(details, style="dim", overflow="fold"), (0, 0, 0, 2))]
     lines += section(_before_after(session))
@@ -39,16 +39,16 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines += section(_frontier(session))
     lines += section(_levers(session))
     lines += section(_predictions(session))
-    lines += section(pairs([(each.plan, text(story.named_sentence(each))) for each in session.named]) if session.named else None)
-    closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
+    lines += section(pairs([(each.plan, text(summary.named_sentence(each))) for each in session.named]) if session.named else None)
+    closing = [("guard", summary.guard_sentence(session.guard)), ("pays back", summary.payback_sentence(session)), ("tried", summary.effort(session))]
     if session.speedup is not None and session.obstacle:
         closing.append(("more", text(session.obstacle).plain))
-    if story.other_programs(session):
-        closing.append(("other programs", story.other_programs(session)))
-    if story.noise(session):
-        closing.append(("noise floor", f"{story.noise(session)}: two processes of the plain program may differ by this much"))
+    if summary.other_programs(session):
+        closing.append(("other programs", summary.other_programs(session)))
+    if summary.noise(session):
+        closing.append(("noise floor", f"{summary.noise(session)}: two processes of the plain program may differ by this much"))
     lines += section(pairs([(name, text(words)) for name, words in closing if words]))
-    following = story.next_step(session)
+    following = summary.next_step(session)
     if following.command:
         lines += ["", Text(following.why), Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2))]
     return Group(*lines)
@@ -84,8 +84,8 @@ def section(table: RenderableType | None) -> list[RenderableType]:
 
 
 def _before_after(session: SessionRecord) -> Table | None:
-    rows = story.before_after(session)
-    both = story.both_sides(rows)
+    rows = summary.before_after(session)
+    both = summary.both_sides(rows)
     table = table_of("", "plain", "tuned", "change") if both else table_of("", "plain")
     for column in table.columns[1:3]:
         column.justify = "right"
@@ -102,12 +102,12 @@ def _levers(session: SessionRecord) -> RenderableType | None:
 
     Levers that were left out are counted.
     """
-    records = story.levers_in_order(session)
+    records = summary.levers_in_order(session)
     lines: list[RenderableType] = []
     groups: dict[tuple[str, str], list[LeverRecord]] = {}
     for record in records:
         if record.status != Status.SKIPPED:
-            groups.setdefault((one_line(record.status, 20), story.because(record)), []).append(record)
+            groups.setdefault((one_line(record.status, 20), summary.because(record)), []).append(record)
     last = ""
     for (status, reason), members in groups.items():
         if last not in ("", status):
@@ -132,7 +132,7 @@ def _lever(record: LeverRecord) -> RenderableType:
 
 def why_left_out(session: SessionRecord) -> RenderableType:
     """Return every lever that was left out of a session, with its reason."""
-    rows = [(record.name, text(story.because(record))) for record in session.levers if record.status == Status.SKIPPED]
+    rows = [(record.name, text(summary.because(record))) for record in session.levers if record.status == Status.SKIPPED]
     return pairs(rows) if rows else Text("No lever was left out.")
 
 
@@ -140,7 +140,7 @@ def _frontier(session: SessionRecord) -> Table | None:
     """Return the table of time against memory for a session with a memory limit."""
     limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
     grid = table_of("plan", f"peak of tensors{limit}", "time of a step", "")
-    for row in story.frontier_rows(session):
+    for row in summary.frontier_rows(session):
         grid.add_row(*map(text, row))
     return grid if grid.rows else None
 
@@ -149,19 +149,19 @@ def _ranks(session: SessionRecord) -> RenderableType | None:
     found = session.ranks
     if found is None:
         return None
-    lines: list[RenderableType] = [text(ranks_story.summary(session))]
+    lines: list[RenderableType] = [text(ranks_summary.summary(session))]
     if found.paces:
         grid = table_of("", "waits for data", "computes", "exchange", "samples")
-        for row in ranks_story.rows(found):
+        for row in ranks_summary.rows(found):
             grid.add_row(*map(text, row))
         lines.append(grid)
-    return Group(*lines, *map(text, ranks_story.remarks(found)))
+    return Group(*lines, *map(text, ranks_summary.remarks(found)))
 
 
 def _predictions(session: SessionRecord) -> Table | None:
     """Return the predicted speed-ups of the profile next to the measured ones."""
     grid = table_of("the profile found", "predicted", "measured", "with")
-    for row in story.predicted_and_measured(session):
+    for row in summary.predicted_and_measured(session):
         grid.add_row(*map(text, row))
     return grid if grid.rows else None
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from flatout.capture.ledger import Ledger
-from flatout.replay.answers import Skeletons
-from flatout.replay.tape import Tape
+from flatout.replay.fake_operators import FakeOperators
+from flatout.replay.value_log import ValueLog
 
 MET = 7  # an event
 # Methods of a process group, in all versions of torch; each writes to its first argument.
@@ -38,8 +38,8 @@ NOTHING_WRITTEN = ("barrier", "monitored_barrier")
 class Collectives:
     """Counts and replays collectives. ``counts``: the number of collectives of each group, by name."""
 
-    def __init__(self, tape: Tape, skeletons: Skeletons, ledger: Ledger) -> None:
-        self.tape, self.skeletons = tape, skeletons
+    def __init__(self, tape: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
+        self.tape, self.replay_tensors = tape, replay_tensors
         self.counts: dict[str, int] = {}
         self.begun: dict[str, int] | None = None  # counts at the start of training
         self._under_way: list[Any] = []
@@ -47,10 +47,10 @@ class Collectives:
         self._wrappers: list[weakref.ref[Any]] = []  # in the order of their first forward passes
         self._hooks: weakref.WeakKeyDictionary[Any, tuple[Any, Callable]] = weakref.WeakKeyDictionary()
         group = torch.distributed.ProcessGroup
-        for names, heard in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._told_one)):
+        for names, observed in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._info_of_one)):
             for name in names:
                 if hasattr(group, name):
-                    ledger.set(group, name, heard(getattr(group, name)))
+                    ledger.set(group, name, observed(getattr(group, name)))
         wrapper = DistributedDataParallel
         ledger.set(wrapper, "forward", self._by_itself(wrapper.forward))
         ledger.set(wrapper, "register_comm_hook", self._through_a_hook(wrapper.register_comm_hook))
@@ -88,14 +88,14 @@ class Collectives:
 
         @wraps(really)
         def meet(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tape.hears:
+            if not tape.observes:
                 return really(group, *args, **kwargs)
             tape.event(MET)
             name = group.group_name
             self.counts[name] = self.counts.get(name, 0) + 1
             if tape.going and self.begun is not None:
                 if really.__name__ not in NOTHING_WRITTEN:
-                    self.skeletons.lose(pytree.tree_leaves(args[0] if args else next(iter(kwargs.values()))))
+                    self.replay_tensors.lose(pytree.tree_leaves(args[0] if args else next(iter(kwargs.values()))))
                 return Done()
             work = really(group, *args, **kwargs)
             if work is not None and self.begun is not None:
@@ -105,10 +105,10 @@ class Collectives:
 
         return meet
 
-    def _told_one(self, really: Callable) -> Callable:
+    def _info_of_one(self, really: Callable) -> Callable:
         @wraps(really)
         def tell(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.tape.hears:
+            if self.tape.observes:
                 self._why_not["its ranks use point-to-point communication"] = None
             return really(group, *args, **kwargs)
 
@@ -144,8 +144,8 @@ class Collectives:
 
 
 def _buckets_of(wrapper: Any) -> list[list[int]] | None:
-    told = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return [[int(number) for number in bucket.split()] for bucket in told.split(",")] if told else None
+    metadata = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    return [[int(number) for number in bucket.split()] for bucket in metadata.split(",")] if metadata else None
 
 
 def _may_change(wrapper: Any) -> bool:

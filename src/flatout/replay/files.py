@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 import torch
 
 from flatout.capture.bootstrap import AfterImport
+from flatout.capture.file_sandbox import FileSandbox
 from flatout.capture.ledger import Ledger
 from flatout.capture.overlay import Overlay
-from flatout.capture.shelter import Shelter
-from flatout.replay.kept import Kept, end_of, how_it_stands, put_aside
+from flatout.replay.hard_links import HardLinks, end_of, how_it_stands, put_aside
 from flatout.replay.listings import Listings
-from flatout.replay.tape import Tape
+from flatout.replay.value_log import ValueLog
 
 READS = 4096  # maximum number of tracked files
 
@@ -44,7 +44,7 @@ class Files:
     resumes by itself.
     """
 
-    def __init__(self, folder: Path, tape: Tape, refuse: Callable[[str], NoReturn], found: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, tape: ValueLog, refuse: Callable[[str], NoReturn], found: Callable[[str], None]) -> None:
         self.folder, self.tape, self.refuse, self.found = folder, tape, refuse, found
         self.list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
@@ -62,7 +62,7 @@ class Files:
         self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # saved by torch during the replay: the sandbox has an empty file instead
         self.hollow: set[str] = set()
-        self.kept = Kept(Path(f"{folder}.kept"))
+        self.kept = HardLinks(Path(f"{folder}.kept"))
         self._why_not: dict[str, None] = {}
         self._ledger = Ledger()
 
@@ -79,9 +79,9 @@ class Files:
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
         if (writer := sys.modules.get("safetensors.torch")) is not None:
-            self._heard_too(writer)
+            self._observed_too(writer)
         elif self._awaited is None:
-            self._awaited = AfterImport({"safetensors.torch": self._heard_too})
+            self._awaited = AfterImport({"safetensors.torch": self._observed_too})
             sys.meta_path.insert(0, self._awaited)
         # already imported by torch, like the next; only writes are hooked
         pickle: Any = sys.modules["pickle"]
@@ -94,7 +94,7 @@ class Files:
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs during training"))
         ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True))
 
-    def _heard_too(self, writer: Any) -> None:
+    def _observed_too(self, writer: Any) -> None:
         for name in ("save_file", "save_model"):
             self._ledger.set(writer, name, self._saved(getattr(writer, name)))
 
@@ -108,23 +108,23 @@ class Files:
     def _looked_for(self, really: Callable) -> Callable:
         @wraps(really)
         def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
-            key = None if kwargs or isinstance(path, int) else self._hears(path)
+            key = None if kwargs or isinstance(path, int) else self._observes(path)
             if key is not None and len(self.looked) < READS:
                 self.looked.add(key)
             return really(path, *args, **kwargs)
 
         return stat
 
-    def _hears(self, path: Any) -> str | None:
+    def _observes(self, path: Any) -> str | None:
         """Return the canonical name of a file of the script; None for a file that is not tracked."""
-        if not self.tape.hears or self.overlay.busy or self.overlay.is_outside(path) or is_library(path):
+        if not self.tape.observes or self.overlay.busy or self.overlay.is_outside(path) or is_library(path):
             return None
         return self.overlay.key(path)
 
     def _opened(self, really: Callable) -> Callable:
         @wraps(really)
-        def open_heard(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            key = self._hears(file)
+        def hooked_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            key = self._observes(file)
             if key is None:
                 return really(file, mode, *args, **kwargs)
             if set(str(mode)) & set("wax+"):
@@ -137,13 +137,13 @@ class Files:
             self._read(key)
             return really(file, mode, *args, **kwargs)
 
-        return open_heard
+        return hooked_open
 
     def _reaches_out(self, really: Callable, why: str, always: bool = False) -> Callable:
         """Wrap a function with effects outside the process. ``always``: also before training."""
         @wraps(really)
         def reach(*args: Any, **kwargs: Any) -> Any:
-            if self.tape.hears and (self.tape.steps or always):
+            if self.tape.observes and (self.tape.steps or always):
                 self._why_not[why] = None
             return really(*args, **kwargs)
 
@@ -152,7 +152,7 @@ class Files:
     def _mapped(self, really: Callable) -> Callable:
         @wraps(really)
         def mapped(kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
-            if self.tape.hears and mode not in ("r", "c", "readonly", "copyonwrite"):
+            if self.tape.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
                 self._why_not["it modifies part of a file in place"] = None
             return really(kind, filename, dtype, mode, *args, **kwargs)
 
@@ -166,7 +166,7 @@ class Files:
         """Discard files that are written during a replay."""
         @wraps(really)
         def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if not (self.tape.going and self.tape.hears and file in self._open):
+            if not (self.tape.going and self.tape.observes and file in self._open):
                 really(obj, file, *args, **kwargs)
 
         return dump
@@ -174,7 +174,7 @@ class Files:
     def _folder_made(self, really: Callable) -> Callable:
         @wraps(really)
         def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
-            key = self._hears(path) if kwargs.get("dir_fd") is None else None
+            key = self._observes(path) if kwargs.get("dir_fd") is None else None
             really(path, *args, **kwargs)
             if key is not None:
                 self._makes(key)
@@ -184,7 +184,7 @@ class Files:
     def _renamed(self, really: Callable) -> Callable:
         @wraps(really)
         def rename(src: Any, dst: Any, **kwargs: Any) -> None:
-            key = self._hears(dst)
+            key = self._observes(dst)
             if key is not None:
                 self._writes(key, "w")
                 if self.overlay.key(src) in self.states:
@@ -197,11 +197,11 @@ class Files:
         @wraps(really)
         def save(*args: Any, **kwargs: Any) -> Any:
             f = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-            key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
+            key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._writes(key, "w")
                 self._saves(key)
-            if self.tape.going and self.tape.hears:
+            if self.tape.going and self.tape.observes:
                 return self._as_if_saved(key)
             return really(*args, **kwargs)
 
@@ -215,7 +215,7 @@ class Files:
     def _loaded(self, really: Callable) -> Callable:
         @wraps(really)
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
+            key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._read(key)
                 if not self.tape.steps and key not in self.written:
@@ -297,11 +297,11 @@ class Files:
         """Hide everything that the script has created, until it creates it again."""
         self.reads = state["reads"]
         shutil.rmtree(self.folder, ignore_errors=True)
-        shelter = Shelter(str(self.folder), self._ledger)
-        shelter.overlay = self.overlay
+        sandbox = FileSandbox(str(self.folder), self._ledger)
+        sandbox.overlay = self.overlay
         for key in self._all_made():
             self.overlay._note(key, None)
-        shelter.install(torch)
+        sandbox.install(torch)
         Listings(self.overlay).install(self._ledger)
 
     def _all_made(self) -> list[str]:
@@ -349,7 +349,7 @@ class Files:
         for handle in handles:
             self._becomes_real(handle, state["written"])
         self.looked = set(state["looked"])
-        self.made, self.written = list(made), {key: told[0] for key, told in state["written"].items()}
+        self.made, self.written = list(made), {key: metadata[0] for key, metadata in state["written"].items()}
         self.overlay = Overlay(str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()

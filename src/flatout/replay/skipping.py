@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from flatout.capture.ledger import Ledger
-from flatout.replay.answers import SHAPING, Skeletons
-from flatout.replay.skeleton import Skeleton
-from flatout.replay.tape import Tape
+from flatout.replay.fake_operators import SHAPING, FakeOperators
+from flatout.replay.fake_tensors import ReplayTensor
+from flatout.replay.value_log import ValueLog
 
 
 class Skipping:
     """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
 
-    def __init__(self, tape: Tape, skeletons: Skeletons, ledger: Ledger) -> None:
-        self.tape, self.skeletons, self._ledger = tape, skeletons, ledger
+    def __init__(self, tape: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
+        self.tape, self.replay_tensors, self._ledger = tape, replay_tensors, ledger
         self._steps = Ledger()
-        self._until_seam = Ledger()
+        self._until_resume_point = Ledger()
         self._mode: Any = None  # a torch function mode that answers instead of the functions
 
     def install(self) -> None:
@@ -47,18 +47,18 @@ class Skipping:
 
         ``begins`` is called before the first call of a module with weights.
         """
-        Skeleton.reached = staticmethod(self._reached)  # type: ignore[method-assign]
-        self._until_seam.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
-        self._until_seam.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
+        ReplayTensor.reached = staticmethod(self._reached)  # type: ignore[method-assign]
+        self._until_resume_point.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
+        self._until_resume_point.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
         function = torch.autograd.Function
-        self._until_seam.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
+        self._until_resume_point.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
         for side in ("setup_input_hook", "setup_output_hook"):  # the backward hooks of a module
-            self._until_seam.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
+            self._until_resume_point.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
         # profiler labels take a fifth of the time of a skipped step
         named = torch.autograd.profiler.record_function
         self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
         self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
-        self._mode = self.skeletons.mode()
+        self._mode = self.replay_tensors.mode()
         self._mode.off = True
         self._mode.__enter__()
 
@@ -92,23 +92,23 @@ class Skipping:
             above.append(mode)
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
-        self._until_seam.restore()
+        self._until_resume_point.restore()
 
     def _reached(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle an operation on a fake tensor that bypassed the mode, e.g. from TorchScript."""
         name = func.__name__.partition(".")[0]
         if not self._mode.off:
             if not func._schema.is_mutable:
-                return self.skeletons.answered(func, args, kwargs)
+                return self.replay_tensors.answered(func, args, kwargs)
             # an in-place operation returns its target
-            if type(args[0]) is Skeleton and name.endswith("_") and name not in SHAPING:
-                return self.skeletons.lineage.comes_from(args[0], args)
-        return self.skeletons.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
+            if type(args[0]) is ReplayTensor and name.endswith("_") and name not in SHAPING:
+                return self.replay_tensors.gradient_sources.comes_from(args[0], args)
+        return self.replay_tensors.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.tape.began and self.tape.hears and any(True for _ in module.parameters()):
+            if not self.tape.began and self.tape.observes and any(True for _ in module.parameters()):
                 begins()
             return really(module, *args, **kwargs)
 
@@ -122,7 +122,7 @@ class Skipping:
                 with self.tape.unheard:
                     return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return self.skeletons.lineage.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
+            return self.replay_tensors.gradient_sources.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
 
         return backward
 
@@ -132,7 +132,7 @@ class Skipping:
             if not self.tape.going:
                 with self.tape.unheard:
                     return really(outputs, inputs, *args, **kwargs)
-            return self.skeletons.lineage.grads(outputs, inputs)
+            return self.replay_tensors.gradient_sources.grads(outputs, inputs)
 
         return grad
 
@@ -144,7 +144,7 @@ class Skipping:
                 return of_class(*args, **kwargs)
             with torch.no_grad():
                 found = of_class(*args, **kwargs)
-            return self.skeletons.lineage.comes_from(found, (*args, *kwargs.values()))
+            return self.replay_tensors.gradient_sources.comes_from(found, (*args, *kwargs.values()))
 
         return apply
 
@@ -163,7 +163,7 @@ def _for_real(really: Callable) -> Callable:
     return copied
 
 
-def _without_step(really: Callable, tape: Tape) -> Callable:
+def _without_step(really: Callable, tape: ValueLog) -> Callable:
     # optimizer -> number of weights that had gradients
     made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -171,7 +171,7 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not tape.going:
             with tape.unheard:
-                return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
+                return really(optimizer, *(() if closure is None else (_observed(closure, tape),)), *args, **kwargs)
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
@@ -184,7 +184,7 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
     return step
 
 
-def _heard(closure: Callable, tape: Tape) -> Callable:
+def _observed(closure: Callable, tape: ValueLog) -> Callable:
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
     def call() -> Any:
         before, tape.deaf = tape.deaf, tape.deaf - 1

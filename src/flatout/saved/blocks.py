@@ -63,7 +63,7 @@ def _is_scripts(hook: Any) -> bool:
     return not type(getattr(hook, "__self__", None)).__module__.startswith("flatout.")
 
 
-class Block:
+class RecomputedBlock:
     """A block under ``forward``.
 
     The first call runs plainly under observation; later calls recompute in the backward pass. After the first

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from flatout.saved.derive import Kept
+from flatout.saved.rederive import KeptTensor
 
 LEAST_BYTES = 2**20  # below this size, starting a copy takes as long as the copy
 MOST_KNOWN = 4096  # tensors in the lookup table
 
 
-class Away:
+class HostTensor:
     """A copy of a tensor in pinned host memory, and the event that marks its completion."""
 
     __slots__ = ("__weakref__", "copy", "device", "event", "stride")
@@ -37,7 +37,7 @@ class Away:
         return self.copy.to(self.device, non_blocking=True)
 
 
-class Offloading:
+class OffloadHooks:
     """Saved-tensor hooks that move tensors of ``device_type`` with at least ``least_bytes`` to the host.
 
     Parameters and small tensors stay. A tensor that several operations save (three projections of one input)
@@ -55,7 +55,7 @@ class Offloading:
         size = tensor.numel() * tensor.element_size()
         parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
         if tensor.device.type != self.device_type or size < self.least_bytes or parameter or tensor.layout != self.torch.strided:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         from torch.multiprocessing.reductions import StorageWeakRef
 
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -67,7 +67,7 @@ class Offloading:
                 return away
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        away = Away(self.torch, tensor.detach(), self._stream(tensor.device))
+        away = HostTensor(self.torch, tensor.detach(), self._stream(tensor.device))
         self._known[place] = storage, tensor._version, weakref.ref(away)
         self.moved_bytes += size
         return away
@@ -78,4 +78,4 @@ class Offloading:
         return self._streams.get(device)
 
     def unpack(self, packed: Any) -> Any:
-        return packed.back(self.torch) if isinstance(packed, Away) else packed.value()
+        return packed.back(self.torch) if isinstance(packed, HostTensor) else packed.value()

@@ -67,7 +67,7 @@ def forget(handle: int) -> None:
             pass  # it is only advice
 
 
-class Reading:
+class HashedFileReader:
     """An ordinary file, read once from start to end, with the digest of what was read.
 
     Raises OSError, also for a link (the file or its folder), a pipe or a device; opening these does not
@@ -106,7 +106,7 @@ class Reading:
     def so_far(self) -> Stored:
         return Stored(self.bytes, self._digest.hexdigest())
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> HashedFileReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -118,7 +118,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
     Raises OSError, also for a link or a file longer than ``most_bytes``.
     """
-    with Reading(path) as file:
+    with HashedFileReader(path) as file:
         if file.length > most_bytes:
             raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
         found = bytearray(file.length)
@@ -131,7 +131,7 @@ def what_is_stored(path: Path, expected: Stored) -> Stored:
 
     If the length differs from ``expected``, the file is not read and the digest is "".
     """
-    with Reading(path) as file:
+    with HashedFileReader(path) as file:
         if file.length != expected.bytes:
             return Stored(file.length, "")
         memory = bytearray(min(CHUNK_BYTES, file.length + 1))

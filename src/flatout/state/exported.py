@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import StorageError, UsageError
-from flatout.state.randoms import as_set
+from flatout.state.random_states import as_set
 from flatout.state.tensors import write_tensors
 
 LOADED = ("modules", "optimizers", "schedulers", "scalers")  # in loading order

@@ -29,7 +29,7 @@ MOST_BLOCK = 64 << 20
 
 
 @dataclass
-class Entries:
+class JournalEntries:
     """The columns: ``codes`` and ``checks`` have one byte per entry."""
 
     codes: bytearray = field(default_factory=bytearray)
@@ -75,7 +75,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Place:
+class JournalPosition:
     """A position in a journal: its length in bytes, and the digest of its last block."""
 
     bytes: int = len(HEADER)
@@ -85,24 +85,24 @@ class Place:
         return {"bytes": self.bytes, "digest": self.digest}
 
     @staticmethod
-    def from_json(told: Any) -> Place:
-        if type(told) is not dict or any(type(told.get(name)) is not int for name in ("bytes", "digest")):
+    def from_json(metadata: Any) -> JournalPosition:
+        if type(metadata) is not dict or any(type(metadata.get(name)) is not int for name in ("bytes", "digest")):
             raise SaveError("the position in the journal is invalid")
-        return Place(told["bytes"], told["digest"])
+        return JournalPosition(metadata["bytes"], metadata["digest"])
 
 
-class Journal:
+class ValueJournal:
     """Writes a journal. ``at``: continue after a position and cut off the rest; None: start from scratch.
 
     Raises StorageError.
     """
 
-    def __init__(self, path: Path, at: Place | None = None) -> None:
+    def __init__(self, path: Path, at: JournalPosition | None = None) -> None:
         self.path = path
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
             self._file = os.open(path, flags, PRIVATE_FILE)
-            self.place = at or Place()
+            self.place = at or JournalPosition()
             if at is None:
                 self._write(HEADER)
             else:
@@ -111,7 +111,7 @@ class Journal:
         except OSError as error:
             raise StorageError(f"cannot keep a journal in {path}: {error.strerror}.") from error
 
-    def append(self, entries: Entries) -> None:
+    def append(self, entries: JournalEntries) -> None:
         """Append one block. Raises StorageError, also if the journal would exceed its maximum size."""
         payload = entries.to_bytes()
         size = self.place.bytes + BLOCK.size + len(payload)
@@ -122,7 +122,7 @@ class Journal:
             self._write(BLOCK.pack(len(payload), digest) + payload)
         except OSError as error:
             raise StorageError(f"cannot keep a journal in {self.path}: {error.strerror}.") from error
-        self.place = Place(size, digest)
+        self.place = JournalPosition(size, digest)
 
     def flush(self) -> None:
         """Wait until all of it is on the disk. Raises StorageError."""
@@ -139,12 +139,12 @@ class Journal:
             data = data[os.write(self._file, data):]
 
 
-def read_journal(path: Path, to: Place) -> Entries:
+def read_journal(path: Path, to: JournalPosition) -> JournalEntries:
     """All entries up to a position.
 
     Raises SaveError with the reason (without a full stop) if they are invalid.
     """
-    entries, digest = Entries(), 0
+    entries, digest = JournalEntries(), 0
     try:
         if to.bytes > MOST_BYTES:
             raise SaveError(f"the journal should have {to.bytes:,} bytes, and the maximum is {MOST_BYTES:,}")

@@ -1,11 +1,11 @@
 """The position of a training in its data, so that another process can resume with exactly the next batches.
 
-`Reading` iterates over a loader, epoch by epoch, and counts. Its `place` goes into a checkpoint: the state of
+`LoaderPosition` iterates over a loader, epoch by epoch, and counts. Its `place` goes into a checkpoint: the state of
 the random generators at the start of the epoch, the number of batches consumed, and the present state. To
 resume, a new process starts the epoch as before and skips the consumed batches:
 
     a DataLoader over a data set with indices   skips the sampler and fetches nothing; loader workers start in
-                                                the saved state (`flatout.state.carrying`)
+                                                the saved state (`flatout.state.worker_state`)
     a loader with a state_dict of its own       loads that state
     a list                                      skips entries
     anything else                               fetches batches again and discards them
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flatout.state.carrying import Carried, Carrier, Find, changed, counters
-from flatout.state.randoms import Interleaving, random_states, set_random_states
+from flatout.state.random_states import Interleaving, random_states, set_random_states
+from flatout.state.worker_state import BatchWithWorkerState, Find, WorkerStateCollate, changed, counters
 
 INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
 # Samplers that draw when they start, not during iteration; `_draws_as_it_goes` knows the exceptions.
@@ -31,7 +31,7 @@ ENDED_EARLY = "the data ended before the resume point"
 NONE_LEFT = object()
 
 
-class Reading:
+class LoaderPosition:
     """Iterates over a loader and tracks the position.
 
     ``find`` returns the random generators that an object holds, for those of a data set or a sampler.
@@ -156,12 +156,12 @@ class Reading:
         if self._watched and self.kind == FETCHED:
             before = self._randoms()
             batch = next(iterator, NONE_LEFT)
-            self._watch.hear(before, self._randoms())
+            self._watch.observe(before, self._randoms())
             return batch
         batch = next(iterator, NONE_LEFT)
-        return self._unpacked(batch) if type(batch) is Carried else batch
+        return self._unpacked(batch) if type(batch) is BatchWithWorkerState else batch
 
-    def _unpacked(self, carried: Carried) -> Any:
+    def _unpacked(self, carried: BatchWithWorkerState) -> Any:
         worker, self._turn = self._turn, (self._turn + 1) % self.workers
         if carried.standing is not None:
             self._standing[worker] = carried.standing
@@ -184,7 +184,7 @@ class Reading:
                 self._standing = list(place["workers"])
             if not self.persistent and not within:
                 self._standing = [None] * self.workers
-            carrier = Carrier(self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again)
+            carrier = WorkerStateCollate(self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again)
             instead |= {"collate_fn": carrier, "worker_init_fn": carrier.begins}
         with in_place(self.loader, instead):
             iterator = iter(self.loader)
@@ -223,7 +223,7 @@ class Reading:
                 self._said[ENDED_EARLY] = None
                 break
         if self._watched:
-            self._watch.hear(after := self._randoms(), after)
+            self._watch.observe(after := self._randoms(), after)
 
     def _rest(self, indices: Iterator[Any]) -> Iterator[Any]:
         if not self._watched:
@@ -232,7 +232,7 @@ class Reading:
         while True:
             before = self._randoms()
             index = next(indices, NONE_LEFT)
-            self._watch.hear(before, self._randoms())
+            self._watch.observe(before, self._randoms())
             if index is NONE_LEFT:
                 return
             yield index
@@ -274,7 +274,7 @@ class _Order:
     Persistent workers iterate over it again for each epoch.
     """
 
-    def __init__(self, reading: Reading, sampler: Any) -> None:
+    def __init__(self, reading: LoaderPosition, sampler: Any) -> None:
         self.reading, self.sampler = reading, sampler
 
     def __iter__(self) -> Iterator[Any]:

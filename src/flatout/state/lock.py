@@ -66,7 +66,7 @@ class Lock:
 
 def _who(text: str) -> str:
     try:
-        told = json.loads(text)
-        return f"process {int(told['pid'])} on {str(told['host'])[:64]!r}"
+        metadata = json.loads(text)
+        return f"process {int(metadata['pid'])} on {str(metadata['host'])[:64]!r}"
     except (ValueError, KeyError, TypeError):
         return "of unknown identity"

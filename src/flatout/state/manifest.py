@@ -30,7 +30,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 class Manifest:
     """``kind``: the program that wrote the checkpoint and can read it. ``step``: optimizer steps done.
 
-    ``left_out``: places in the state whose values cannot be stored, with their types. ``told``: metadata of
+    ``left_out``: places in the state whose values cannot be stored, with their types. ``metadata``: metadata of
     the writer, as JSON.
     """
 
@@ -38,12 +38,12 @@ class Manifest:
     step: int
     files: Mapping[str, Stored]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_text(self) -> str:
         content = {"flatout_save": SCHEMA, "kind": self.kind, "step": self.step,
                    "files": {name: {"bytes": stored.bytes, "sha256": stored.sha256} for name, stored in sorted(self.files.items())},
-                   "left_out": dict(self.left_out), "told": dict(self.told)}
+                   "left_out": dict(self.left_out), "metadata": dict(self.metadata)}
         digest = hashlib.sha256(json.dumps(content, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
         return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
 
@@ -60,7 +60,7 @@ class Manifest:
             raise SaveError(f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout")
         try:
             found = cls(_text(content["kind"]), _count(content["step"]), _files(content["files"]),
-                        {_text(where): _text(what) for where, what in content["left_out"].items()}, dict(content["told"]))
+                        {_text(where): _text(what) for where, what in content["left_out"].items()}, dict(content["metadata"]))
             if found.to_text().encode() != data:  # exact to the last space
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,10 +72,10 @@ def _files(content: Mapping[str, Any]) -> dict[str, Stored]:
     if len(content) > MOST_FILES:
         raise ValueError
     found = {}
-    for name, told in content.items():
-        if not FILE_NAME.fullmatch(name) or set(told) != {"bytes", "sha256"} or not DIGEST.fullmatch(told["sha256"]):
+    for name, metadata in content.items():
+        if not FILE_NAME.fullmatch(name) or set(metadata) != {"bytes", "sha256"} or not DIGEST.fullmatch(metadata["sha256"]):
             raise ValueError
-        found[name] = Stored(_count(told["bytes"]), told["sha256"])
+        found[name] = Stored(_count(metadata["bytes"]), metadata["sha256"])
     return found
 
 

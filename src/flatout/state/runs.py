@@ -13,13 +13,13 @@ import shutil
 from pathlib import Path
 
 from flatout.plan.errors import StorageError
+from flatout.state.checkpoints import CheckpointFolder
 from flatout.state.disk import PRIVATE_FOLDER, make_folder, move_folder
-from flatout.state.saves import Saves
 
 EARLIER = "earlier"
 
 
-def begin_run(saves: Saves) -> None:
+def begin_run(saves: CheckpointFolder) -> None:
     """Move existing checkpoints aside and keep those of two earlier runs. Raises StorageError."""
     paths = saves.paths()
     if not paths:
@@ -50,5 +50,5 @@ def earlier_runs(folder: Path) -> list[Path]:
 
 
 def _steps(run: Path) -> int:
-    newest = Saves(run).paths()
+    newest = CheckpointFolder(run).paths()
     return int(newest[0].name.split("-")[1]) if newest else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.plan.errors import FlatoutError
-from flatout.state.saves import Save, Saves
+from flatout.state.checkpoints import Checkpoint, CheckpointFolder
 from flatout.state.snapshot import Snapshot
 from flatout.state.values import Packed
 
@@ -21,7 +21,7 @@ MOST_SHARES = 5.0
 
 
 @dataclass(frozen=True)
-class Clocks:
+class WriterClocks:
     """Wall-clock seconds, and CPU seconds of the calling thread."""
 
     wall_s: Callable[[], float]
@@ -29,7 +29,7 @@ class Clocks:
 
 
 @dataclass
-class Cost:
+class CheckpointCost:
     """The cost of checkpoints so far, in seconds.
 
     It counts the time the training waited, and the CPU time of the writing thread, which takes a core from a
@@ -42,7 +42,7 @@ class Cost:
     last_s: float = 0.0
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints in the background, at an interval that limits their cost.
 
     ``every``: steps between two checkpoints; None: as often as ``share`` of the time allows, including all
@@ -52,17 +52,17 @@ class Saver:
 
     ``say`` receives sentences about failures: the training continues without that checkpoint, and the next
     one is tried. ``sound`` checks a copy before it is written and returns why not to write it, or "".
-    ``write`` replaces `Saves.write` if several ranks each write a part; it returns None if the checkpoint
+    ``write`` replaces `CheckpointFolder.write` if several ranks each write a part; it returns None if the checkpoint
     belongs to another rank.
     """
 
-    def __init__(self, torch: Any, saves: Saves, kind: str, clocks: Clocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
-                 sound: Callable[[Packed], str] | None = None, write: Callable[[int, Packed, Mapping[str, Any]], Save | None] | None = None) -> None:
+    def __init__(self, torch: Any, saves: CheckpointFolder, kind: str, clocks: WriterClocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
+                 sound: Callable[[Packed], str] | None = None, write: Callable[[int, Packed, Mapping[str, Any]], Checkpoint | None] | None = None) -> None:
         self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
         self.every, self.share, self.sound = every, share, sound
-        self._write_copy = write if write is not None else lambda step, copy, told: saves.write(kind, step, {"": copy}, told)
-        self.cost = Cost()
-        self.last: Save | None = None
+        self._write_copy = write if write is not None else lambda step, copy, metadata: saves.write(kind, step, {"": copy}, metadata)
+        self.cost = CheckpointCost()
+        self.last: Checkpoint | None = None
         self.interrupted_every_s: Callable[[], float] = lambda: math.inf
         self._snapshot = Snapshot(torch)
         self._writing: threading.Thread | None = None
@@ -98,7 +98,7 @@ class Saver:
         longest_s, mean_s = cost_s / self.share, self.interrupted_every_s()
         return longest_s if mean_s == math.inf else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
 
-    def save(self, step: int, packed: Packed, told: Mapping[str, Any], since_s: float | None = None) -> None:
+    def save(self, step: int, packed: Packed, metadata: Mapping[str, Any], since_s: float | None = None) -> None:
         """Copy the state and return; writing happens in the background.
 
         Waits for a checkpoint still being written.
@@ -109,7 +109,7 @@ class Saver:
         self._join()
         try:
             copy = self._snapshot.take(packed)
-            writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
+            writing = threading.Thread(target=self._write, args=(step, copy, dict(metadata)), name="flatout saves", daemon=True)
             self._waited(step, began_s)  # before the thread adds to it
             writing.start()
             self._writing = writing
@@ -125,7 +125,7 @@ class Saver:
         self.cost.waited_s += self.cost.last_s
         self._last_step = step
 
-    def save_now(self, step: int, packed: Packed, told: Mapping[str, Any]) -> Save | None:
+    def save_now(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
         """Write the state itself in this thread, at the end of a process, when no thread may be started.
 
         Returns None if it failed.
@@ -134,7 +134,7 @@ class Saver:
         self._last_step = step
         self.cost.saves += 1
         before = self.last
-        self._write(step, packed, told)
+        self._write(step, packed, metadata)
         return self.last if self.last is not before else None
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class Saver:
             self._writing.join()
             self._writing = None
 
-    def _write(self, step: int, copy: Packed, told: Mapping[str, Any]) -> None:
+    def _write(self, step: int, copy: Packed, metadata: Mapping[str, Any]) -> None:
         began_s = self.clocks.thread_s()
         try:
             self._snapshot.wait()
@@ -156,7 +156,7 @@ class Saver:
             if why_not:
                 self._complain(f"step {step} was not saved: {why_not}. Earlier checkpoints stay.")
             else:
-                self.last = self._write_copy(step, copy, told)
+                self.last = self._write_copy(step, copy, metadata)
                 if self._failed:
                     self.say(f"step {step} is saved; the {self._failed} attempts before it failed.")
                 self._said, self._failed = "", 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from flatout.plan.errors import SaveError
 from flatout.state.bounded import from_json
-from flatout.state.disk import Reading, Stored, write_file
+from flatout.state.disk import HashedFileReader, Stored, write_file
 
 SPELLED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
            "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -60,7 +60,7 @@ def _memory_of(tensor: Any) -> memoryview:
 def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
     """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``stored`` one."""
     try:
-        with Reading(path) as file:
+        with HashedFileReader(path) as file:
             if file.length != stored.bytes:
                 raise SaveError(f"{path.name} has {file.length:,} bytes instead of {stored.bytes:,}")
             found = _tensors_in(torch, file)
@@ -71,7 +71,7 @@ def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
         raise SaveError(f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
+def _tensors_in(torch: Any, file: HashedFileReader) -> dict[str, Any]:
     length = bytearray(8)
     file.into(length)
     head_bytes = int.from_bytes(length, "little")
@@ -82,8 +82,8 @@ def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
     described = from_json(head)
     described.pop("__metadata__", None)
     found, at = {}, 0
-    for name, told in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-        tensor = _empty(torch, told, at, file.length - 8 - head_bytes)
+    for name, metadata in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = _empty(torch, metadata, at, file.length - 8 - head_bytes)
         file.into(_memory_of(tensor))
         at += tensor.numel() * tensor.element_size()
         found[name] = tensor
@@ -92,9 +92,9 @@ def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
     return found
 
 
-def _empty(torch: Any, told: dict[str, Any], at: int, most_bytes: int) -> Any:
+def _empty(torch: Any, metadata: dict[str, Any], at: int, most_bytes: int) -> Any:
     """Allocate the tensor that begins ``at``. Rejects gaps, overlaps and sizes beyond the file."""
-    dtype, shape, (start, end) = getattr(torch, NAMED[told["dtype"]]), told["shape"], told["data_offsets"]
+    dtype, shape, (start, end) = getattr(torch, NAMED[metadata["dtype"]]), metadata["shape"], metadata["data_offsets"]
     if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in (*shape, start, end)):
         raise ValueError("it has invalid sizes")
     if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:

@@ -161,8 +161,8 @@ class _Packer:
         if name is None:
             name = self.known[same] = self._name(where)
             self.packed.tensors[name] = tensor.permute(order)
-        told = {"tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        return told if order == list(range(tensor.dim())) else {**told, "order": order}
+        metadata = {"tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        return metadata if order == list(range(tensor.dim())) else {**metadata, "order": order}
 
     def _name(self, where: str) -> str:
         where = where.encode(errors="backslashreplace").decode()  # lone surrogates are not valid in the file
@@ -215,70 +215,70 @@ def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> 
         return _tensor_of(torch, tree, tensors)
     if "slice" in tree:
         return _slice_of(torch, tree, tensors)
-    ((kind, told),) = tree.items()
+    ((kind, metadata),) = tree.items()
     if kind in PAIRS.values():
         made = MADE_OF[kind]()
-        for key, value in told:
+        for key, value in metadata:
             made[inside(key)] = inside(value)
         return made
     if kind == "default":
-        return defaultdict(FACTORIES[told[0]], ((inside(key), inside(value)) for key, value in told[1]))
+        return defaultdict(FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1]))
     if kind == "deque":
-        return deque((inside(each) for each in told[0]), told[1])
+        return deque((inside(each) for each in metadata[0]), metadata[1])
     if kind in ROWS.values():
-        return MADE_OF[kind](inside(each) for each in told if kind == "tuple" or type(each) is not dict or "missing" not in each)
-    return _leaf_of(torch, kind, told, inside)
+        return MADE_OF[kind](inside(each) for each in metadata if kind == "tuple" or type(each) is not dict or "missing" not in each)
+    return _leaf_of(torch, kind, metadata, inside)
 
 
-def _leaf_of(torch: Any, kind: str, told: Any, inside: Callable[[Any], Any]) -> Any:
+def _leaf_of(torch: Any, kind: str, metadata: Any, inside: Callable[[Any], Any]) -> Any:
     if kind == "float":
-        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[told]
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[metadata]
     if kind == "int":
-        return int(told, 16)
+        return int(metadata, 16)
     if kind == "ints":
         words = array("q")
-        words.frombytes(_bytes(told[1]))
-        return {"list": list, "tuple": tuple}[told[0]](_little(words))
+        words.frombytes(_bytes(metadata[1]))
+        return {"list": list, "tuple": tuple}[metadata[0]](_little(words))
     if kind == "large":
-        return inside(told).numpy()
+        return inside(metadata).numpy()
     if kind == "complex":
-        return complex(*(inside(each) for each in told))
+        return complex(*(inside(each) for each in metadata))
     if kind == "bytes":
-        return _bytes(told)
+        return _bytes(metadata)
     if kind == "range":
-        return range(*told)
+        return range(*metadata)
     if kind == "size":
-        return torch.Size(told)
+        return torch.Size(metadata)
     if kind == "dtype":
-        return _dtype(torch, told)
+        return _dtype(torch, metadata)
     if kind == "device":
-        return torch.device(told)
+        return torch.device(metadata)
     if kind in ("array", "scalar"):
         import numpy
 
-        dtype = numpy.dtype(str(told[0]))
+        dtype = numpy.dtype(str(metadata[0]))
         if dtype.hasobject or dtype.names is not None:
             raise ValueError("it is an array of objects")
         if kind == "scalar" and not dtype.itemsize:
             return dtype.type()  # an empty string
-        found = numpy.frombuffer(_bytes(told[-1]), dtype).copy()
-        return found.reshape(told[1]) if kind == "array" else found[0]
+        found = numpy.frombuffer(_bytes(metadata[-1]), dtype).copy()
+        return found.reshape(metadata[1]) if kind == "array" else found[0]
     if kind == "missing":
         return None
     raise ValueError(f"unknown kind of value {kind!r}")
 
 
-def _tensor_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
-    shape = told["shape"]
-    order = told.get("order", list(range(len(shape))))
+def _tensor_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+    shape = metadata["shape"]
+    order = metadata.get("order", list(range(len(shape))))
     if sorted(order) != list(range(len(shape))):
         raise ValueError("its dimensions have no valid order")
-    found = tensors[told["tensor"]].view(_dtype(torch, told["dtype"])).reshape([shape[at] for at in order])
+    found = tensors[metadata["tensor"]].view(_dtype(torch, metadata["dtype"])).reshape([shape[at] for at in order])
     return found.permute([order.index(at) for at in range(len(order))])
 
 
-def _slice_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
-    local, shape, at = _tensor_of(torch, told["slice"], tensors), told["shape"], told["at"]
+def _slice_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
+    local, shape, at = _tensor_of(torch, metadata["slice"], tensors), metadata["shape"], metadata["at"]
     if not len(shape) == len(at) == local.dim() or any(type(each) is not int or each < 0 for each in (*shape, *at)) or any(
             start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True)):
         raise ValueError("its slice is out of bounds")

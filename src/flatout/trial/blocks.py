@@ -17,7 +17,7 @@ BLOCK_MS = 350.0
 MOST_TICKS = 200
 FEWEST_ROUNDS = 3
 PATIENCE_FACTOR = 30.0  # a block counts as hung after this many times its expected length
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 LONGEST_BLOCK = 4.0  # times its expected length; other busy processes must not use up the budget
 CATCHING_UP_S = 3.0  # time limit for bringing a program to the same tick as the others
 SLOW_TICK_MS = 2000.0  # from here on a round is one block a side
@@ -41,7 +41,7 @@ class Watcher:
     def stage(self, name: str, detail: str = "") -> None: ...
     def until(self, end_s: float) -> None: ...
     def expect(self, sentence: str) -> None: ...
-    def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
+    def comparison(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
 
 
 def decided(ratio: Ratio, rounds: int) -> bool:
@@ -49,7 +49,7 @@ def decided(ratio: Ratio, rounds: int) -> bool:
     return rounds >= FEWEST_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
 
 
-class Blocks:
+class BlockTimer:
     """Chooses the length of a block of this program, and compares blocks."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Blocks:
 
     def deadline(self, ticks: int) -> float:
         """Return the time at which this many ticks count as hung."""
-        return seconds() + PATIENCE_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
+        return seconds() + TIMEOUT_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
 
     def block(self, trial: Trial, from_tick: int = 0) -> float:
         """Run a block and return milliseconds a tick.
@@ -110,17 +110,17 @@ class Blocks:
         trial.go(ticks, self.deadline(ticks) + 240)  # a compiler may be at work
         return seconds() - start
 
-    def switch(self, trial: Trial, choices: Sequence[Choice], patience_s: float = PATIENCE_S) -> None:
+    def switch(self, trial: Trial, choices: Sequence[Choice], timeout_s: float = TIMEOUT_S) -> None:
         """Make exactly these live levers active.
 
         Raises LeverFailed if one cannot be switched on or has given up.
         """
-        answer = trial.switch(choices, self.deadline(4) + patience_s)
+        answer = trial.switch(choices, self.deadline(4) + timeout_s)
         for left in (*answer["skipped"], *answer["reports"]):
             raise LeverFailed(left["name"], left["reason"])
 
     def live(self, trial: Trial, a: Sequence[Choice], b: Sequence[Choice], until_s: float, settle_ticks: int = 1,
-             heard: Callable[[Ratio], None] = lambda ratio: None, enough: Callable[[Ratio, int], bool] = decided) -> Ratio:
+             recorded: Callable[[Ratio], None] = lambda ratio: None, enough: Callable[[Ratio, int], bool] = decided) -> Ratio:
         """Compare B with A inside one program, with at least one round.
 
         Ends at ``until_s``, or early when ``enough(ratio, rounds)``.
@@ -138,6 +138,6 @@ class Blocks:
                 times[side].append(self.block(trial))
             rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]
             ratio = compare([rounds])
-            heard(ratio)
+            recorded(ratio)
             if seconds() >= until_s or enough(ratio, len(rounds)):
                 return ratio

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.capture.frames import is_users, place_of
 from flatout.measure.clock import HostClock, seconds
-from flatout.measure.lines import LineTimer
+from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median
 
 BATCHES = 6
@@ -18,20 +18,20 @@ LONGEST_S = 2.0
 LOADERS = 4
 
 
-def fetches(torch: Any, scene: Any) -> list[dict[str, Any]]:
+def fetches(torch: Any, context: Any) -> list[dict[str, Any]]:
     """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
     found = []
-    scene.asleep = True
+    context.asleep = True
     try:
-        for loader in scene.live_loaders[:LOADERS]:
-            number = scene.number_of_loader(loader)
-            made_at = scene.loaders[number]["place"] if number is not None else None
+        for loader in context.live_loaders[:LOADERS]:
+            number = context.number_of_loader(loader)
+            made_at = context.loaders[number]["place"] if number is not None else None
             try:
                 found.append({"made_at": made_at, **_fetch(torch, loader)})
             except Exception as error:  # the data set's own error: it may need a worker, for example
                 found.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
     finally:
-        scene.asleep = False
+        context.asleep = False
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from flatout.measure.clock import HostClock, clock_for
 from flatout.measure.parity import tensors_in
-from flatout.plan.standing import standing
-from flatout.trial.listening import CannotHear, Ear
+from flatout.plan.rank_environment import standing
+from flatout.trial.probes import Probe, ProbeUnavailable
 
 
-class PaceEar(Ear):
+class PaceProbe(Probe):
     """Returns one value per step.
 
     ``step_ms``, ``data_ms``, ``exchange_ms`` (the part not hidden behind the backward pass), ``samples``,
@@ -22,10 +22,10 @@ class PaceEar(Ear):
     """
 
     def begin(self) -> None:
-        if self.scene.divided is None or (here := standing()) is None:
-            raise CannotHear("the program does not run as ranks of flatout")
-        self.here, self.divided = here, self.scene.divided
-        self.clock, self.host = clock_for(self.torch, self.scene.device), HostClock()
+        if self.context.divided is None or (here := standing()) is None:
+            raise ProbeUnavailable("the program does not run as ranks of flatout")
+        self.here, self.divided = here, self.context.divided
+        self.clock, self.host = clock_for(self.torch, self.context.device), HostClock()
         self.spans: list[list[tuple[str, Any, Any]]] = [[]]
         self.counts: list[dict[str, float]] = [dict.fromkeys(("samples", "elements", "sent_bytes"), 0.0)]
         self.marks = [self.clock.mark()]
@@ -58,8 +58,8 @@ class PaceEar(Ear):
         super().end()
         self.clock.settle()
         steps = list(zip(self.marks, self.marks[1:], strict=False))
-        heard: dict[str, Any] = {"rank": self.here.rank, "host": os.uname().nodename, "step_ms": [self.clock.elapsed_ms(a, b) for a, b in steps]}
+        recorded: dict[str, Any] = {"rank": self.here.rank, "host": os.uname().nodename, "step_ms": [self.clock.elapsed_ms(a, b) for a, b in steps]}
         for name in ("data_ms", "exchange_ms"):
             clock = self.host if name == "data_ms" else self.clock
-            heard[name] = [sum(clock.elapsed_ms(a, b) for kind, a, b in self.spans[at] if kind == name) for at in range(len(steps))]
-        return {**heard, **{name: [self.counts[at][name] for at in range(len(steps))] for name in self.counts[0]}}
+            recorded[name] = [sum(clock.elapsed_ms(a, b) for kind, a, b in self.spans[at] if kind == name) for at in range(len(steps))]
+        return {**recorded, **{name: [self.counts[at][name] for at in range(len(steps))] for name in self.counts[0]}}

@@ -13,14 +13,14 @@ from typing import Any
 from flatout.capture.overlay import tidy
 from flatout.launch.command import Command
 from flatout.launch.environment import QUIET, attached
-from flatout.launch.process import Program
+from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Moment
 from flatout.plan.errors import StorageError, TrialFailed
 from flatout.plan.facts import Facts
 from flatout.plan.folder import TrialFolder, read_json, write_json
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import TrialRecord
-from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.spec import ENTRY, TABLE, TrialSpec, levers
 
@@ -40,10 +40,10 @@ class Trial:
     """One run of the program. Use it as a context manager, which always ends the process group."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False, table: str = TABLE, shake: float = 0.0, watch: bool = False, entry: str = ENTRY,
-                 wishes: Mapping[str, Any] | None = None) -> None:
+                 reseed: bool = False, table: str = TABLE, perturbation: float = 0.0, watch: bool = False, entry: str = ENTRY,
+                 requested: Mapping[str, Any] | None = None) -> None:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
-        self.table, self.shake, self.watch, self.entry, self.wishes = table, shake, watch, entry, dict(wishes or {})
+        self.table, self.perturbation, self.watch, self.entry, self.requested = table, perturbation, watch, entry, dict(requested or {})
         self.ready: dict[str, Any] = {}
         self.training = False  # a process of it has finished its first backward pass
         self.attached = False  # a process of it has imported torch
@@ -53,7 +53,7 @@ class Trial:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
-        self._program: Program | None = None
+        self._program: ProgramRun | None = None
         self._record: TrialRecord | None = None
 
     def __enter__(self) -> Trial:
@@ -68,8 +68,8 @@ class Trial:
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
-            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, shake=self.shake,
-                             watch=self.watch, entry=self.entry, wishes=self.wishes)
+            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, perturbation=self.perturbation,
+                             watch=self.watch, entry=self.entry, requested=self.requested)
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
@@ -77,7 +77,7 @@ class Trial:
         if self.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.seed)
         self.started_s = seconds()
-        self._program = Program(self.command.argv, attached(self.folder.spec.resolve(), extra), self.folder.stdout, self.folder.stderr, self.show)
+        self._program = ProgramRun(self.command.argv, attached(self.folder.spec.resolve(), extra), self.folder.stdout, self.folder.stderr, self.show)
         return self
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -139,13 +139,13 @@ class Trial:
         self.ticks_done += answer["ticks"]
         return answer
 
-    def listen(self, ear: str, deadline_s: float, **wishes: Any) -> dict[str, Any]:
+    def listen(self, probe: str, deadline_s: float, **requested: Any) -> dict[str, Any]:
         """Run some ticks with a probe of ``trial.listening``.
 
         Returns its results with the ticks' milliseconds as ``ms``, or ``why_not``. Some probes also report
         when the program fails; then ``failed`` has the error.
         """
-        answer = self.ask({"do": "listen", "ear": ear, **wishes}, deadline_s)
+        answer = self.ask({"do": "listen", "probe": probe, **requested}, deadline_s)
         self.hold()
         self.ticks_done += len(answer.get("ms", ()))
         return answer

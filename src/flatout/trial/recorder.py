@@ -11,10 +11,10 @@ KEPT_LOSSES = 100_000
 DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
 
 
-class Recorder:
-    def __init__(self, torch: Any, scene: Any) -> None:
+class TrainingRecorder:
+    def __init__(self, torch: Any, context: Any) -> None:
         self.torch = torch
-        self.scene = scene
+        self.context = context
         self.loss_steps: list[int] = []
         self.batch_hashes: list[str] = []
         self.batch_statistics: list[list[float]] = []
@@ -27,7 +27,7 @@ class Recorder:
         """Keep a copy of the losses of a backward pass; scripts may scale them in place afterwards."""
         if len(self._losses) < KEPT_LOSSES:
             self._losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
-            self.loss_steps.append(self.scene.steps)
+            self.loss_steps.append(self.context.steps)
 
     def kept(self) -> list[Any]:
         """Return the tensors that we keep of the program's."""
@@ -57,8 +57,8 @@ class Recorder:
 
     def step(self, steps: int) -> None:
         if steps in DIGEST_STEPS:
-            buffers = [b for root in self.scene.roots for b in root.buffers()]
-            self.weights_digests[str(steps)] = parity.digest([*self.scene.parameters, *buffers], self.torch)
+            buffers = [b for root in self.context.roots for b in root.buffers()]
+            self.weights_digests[str(steps)] = parity.digest([*self.context.parameters, *buffers], self.torch)
 
     def losses(self) -> list[str]:
         """Return hexadecimal floats, one per backward pass.

@@ -18,7 +18,7 @@ TABLE = "flatout.levers:TABLE"
 class TrialSpec:
     """The options of a trial.
 
-    ``address`` is the parent's socket; ``seed`` None leaves the program's randomness alone. ``shake``
+    ``address`` is the parent's socket; ``seed`` None leaves the program's randomness alone. ``perturbation``
     perturbs rounding from the first step on, by this share (flatout.engine.perturb), to see how far the
     program amplifies it.
     """
@@ -30,11 +30,11 @@ class TrialSpec:
     seed: int | None = 0
     reseed: bool = False  # add the seed to the program's own seeds, so that another seed gives another run
     entry: str = ENTRY
-    shake: float = 0.0
-    shelter: bool = True
+    perturbation: float = 0.0
+    sandbox: bool = True
     watch: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
-    wishes: dict[str, Any] = field(default_factory=dict)  # options of a different entry
+    requested: dict[str, Any] = field(default_factory=dict)  # options of a different entry
 
     def to_json(self) -> dict[str, Any]:
         return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
@@ -42,7 +42,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "watch", "table", "wishes")
+        names = ("folder", "address", "seed", "reseed", "entry", "perturbation", "sandbox", "watch", "table", "requested")
         return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
 
 

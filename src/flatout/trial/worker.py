@@ -6,9 +6,9 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers
-    {"do": "listen", "ear": name, ...}  run some ticks with a probe (trial/listening.py), in all ranks if
+    {"do": "listen", "ear": name, ...}  run some ticks with a probe (trial/probes.py), in all ranks if
                                         "everywhere", and return its results
-    {"do": "watch"}                     return the monitor's results since the last call (trial/watch.py)
+    {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far
     {"do": "fetch"}                     fetch some batches repeatedly; return slow lines of the data set
     {"do": "finish"}                    write the record and stop the program; "draws" first fetches some
@@ -16,7 +16,7 @@ Commands (one JSON object a line), each answered with one object:
 
 Only one process of the program is measured: the first rank of a machine, or, without a launcher, the first
 process that finishes a step. The others use the same levers, and switch and probe after the same step
-(trial/ranks.py).
+(trial/rank_sync.py).
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from pathlib import Path
 from typing import Any
 
 from flatout.capture.bootstrap import say
+from flatout.capture.file_sandbox import FileSandbox
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
-from flatout.capture.shelter import Shelter
-from flatout.capture.standing import die_with_parent
+from flatout.capture.rank_environment import die_with_parent
+from flatout.capture.training_context import TrainingContext
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
-from flatout.engine.draws import Draws
 from flatout.engine.perturb import perturb
 from flatout.engine.replica import StepReplica
+from flatout.engine.sample_draws import SampleDrawProbe
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.load import copies_that_fit, peak_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
+from flatout.plan.enums import Moment
 from flatout.plan.folder import TrialFolder, write_json
 from flatout.plan.lever import Options
 from flatout.plan.records import TrialRecord
-from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.fetching import fetches
-from flatout.trial.listening import Listening, Surroundings
-from flatout.trial.ranks import Ranks, choices_of
-from flatout.trial.recorder import Recorder
+from flatout.trial.monitor import ProgramMonitor
+from flatout.trial.probes import ActiveProbe, ProbeContext
+from flatout.trial.rank_sync import RankSync, choices_of
+from flatout.trial.recorder import TrainingRecorder
 from flatout.trial.spec import TrialSpec, levers
-from flatout.trial.watch import Watch
 
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, graph recording: each may cost one
 CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
@@ -83,22 +83,22 @@ class Worker(Listener):
         self.torch = torch
         self.folder = TrialFolder(Path(spec.folder))
         self.ledger = Ledger()
-        self.scene = Scene(torch, self, self.ledger)
-        self.applier = Applier(levers(spec.table), spec.facts, self.scene)
-        self.shelter = Shelter(str(self.folder.saved), self.ledger)
+        self.context = TrainingContext(torch, self, self.ledger)
+        self.applier = Applier(levers(spec.table), spec.facts, self.context)
+        self.sandbox = FileSandbox(str(self.folder.saved), self.ledger)
         if self.folder.handed_on.is_dir():
-            from flatout.pipeline.handed_on import HandedOn
+            from flatout.pipeline.shared_samples import SharedSamples
 
-            self.scene.handed_on = HandedOn(self.folder.handed_on, self.shelter.overlay.looking, seconds)
-        self.notes = Recorder(torch, self.scene)
-        self.draws = Draws(torch)
+            self.context.handed_on = SharedSamples(self.folder.handed_on, self.sandbox.overlay.looking, seconds)
+        self.notes = TrainingRecorder(torch, self.context)
+        self.draws = SampleDrawProbe(torch)
         self.open_losses: tuple[Any, ...] = ()
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.peak_bytes: int | None = None  # measured before a replica
-        self.watch: Watch | None = None
-        self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
-        self.ranks = Ranks(self.folder, self.listening, self.shelter.overlay.looking)
+        self.watch: ProgramMonitor | None = None
+        self.listening = ActiveProbe(ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept))
+        self.ranks = RankSync(self.folder, self.listening, self.sandbox.overlay.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -128,13 +128,13 @@ class Worker(Listener):
 
     def attach(self) -> None:
         self.applier.start(self.spec.plan, EARLY)
-        self.scene.install()
+        self.context.install()
         if self.spec.watch:
-            self.watch = Watch(self.torch, self.scene, self.ledger)
+            self.watch = ProgramMonitor(self.torch, self.context, self.ledger)
         if self.spec.reseed and self.spec.seed:
             self._shift_seeds(self.spec.seed)
-        if self.spec.shelter:
-            self.shelter.install(self.torch)
+        if self.spec.sandbox:
+            self.sandbox.install(self.torch)
         die_with_parent()
         try:
             self.channel = Channel.connect(self.spec.address)
@@ -156,7 +156,7 @@ class Worker(Listener):
 
     def _pass_on(self, event: str, *what: Any) -> None:
         """Pass an event on to the monitor and the open probe."""
-        for other in (self.watch, self.listening.ear):
+        for other in (self.watch, self.listening.probe):
             if other is not None:
                 getattr(other, event)(*what)
 
@@ -173,7 +173,7 @@ class Worker(Listener):
     def data_end(self, loader: Any, batch: Any) -> None:
         self.phases.end("data")
         self._pass_on("data_end", loader, batch)
-        self.draws.hear(loader)
+        self.draws.observe(loader)
         self.notes.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
@@ -191,7 +191,7 @@ class Worker(Listener):
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple) -> None:
-        if self.scene.divided is None:
+        if self.context.divided is None:
             self.notes.loss(losses)
         else:  # the loss of the whole batch is known after the exchange
             self.open_losses = losses
@@ -210,7 +210,7 @@ class Worker(Listener):
             self._answer({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
-        elif self.scene.steps == 0 and self.scene.closure_steps and self.scene.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
+        elif self.context.steps == 0 and self.context.closure_steps and self.context.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
             self._claim()
             self.unit = "backward"
             self._read_the_device_clock()
@@ -240,9 +240,9 @@ class Worker(Listener):
         if not self.late_done:
             self._first_step_done()
         if not self.claimed:
-            self.ranks.follow(self.scene.steps, self.applier.switch)
+            self.ranks.follow(self.context.steps, self.applier.switch)
             return
-        self.notes.step(self.scene.steps)
+        self.notes.step(self.context.steps)
         if self.unit == "step":
             self._tick()
         elif self.stopping:
@@ -257,8 +257,8 @@ class Worker(Listener):
     def _first_step_done(self) -> None:
         """Apply the levers that need the training context, which is known now."""
         self.late_done = True
-        if self.spec.shake:
-            perturb(self.scene, self.spec.shake, self.ledger)
+        if self.spec.perturbation:
+            perturb(self.context, self.spec.perturbation, self.ledger)
         self.applier.start(self.spec.plan, LATE)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
             self.fewest_ticks = TICKS_OF_A_COMPILER
@@ -274,8 +274,8 @@ class Worker(Listener):
 
         Marks of the two clocks cannot be mixed, so earlier marks are dropped.
         """
-        if self.scene.device_type == "cuda" and self.clock.name != "cuda":
-            self.clock = clock_for(self.torch, self.scene.device)
+        if self.context.device_type == "cuda" and self.clock.name != "cuda":
+            self.clock = clock_for(self.torch, self.context.device)
             self.phases = PhaseRecorder(self.clock)
             self.ranks.on_gpu(self.clock)
             self.tick_start = None
@@ -292,7 +292,7 @@ class Worker(Listener):
             if self.replica is None:
                 return
         elif self.warm:
-            if self.listening.ear is None:
+            if self.listening.probe is None:
                 self.phases.step(start, now)
             else:
                 self.phases.leave_out()
@@ -316,9 +316,9 @@ class Worker(Listener):
         self.notes.losses()
         self.notes.take_samples()
         self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
-                      "data_ms": median(self.waits_ms[-8:]), "once_s": self.scene.handed_on.filled_s if self.scene.handed_on is not None else 0.0,
-                      "copies": copies_that_fit(self.torch, self.scene.device, self.ranks.local_world),
-                      "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
+                      "data_ms": median(self.waits_ms[-8:]), "once_s": self.context.handed_on.filled_s if self.context.handed_on is not None else 0.0,
+                      "copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
+                      "device": self.context.device_type, "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
         self._obey()
@@ -334,8 +334,8 @@ class Worker(Listener):
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
-            if self.listening.ear is not None:
-                self._answer({**self._heard(), "ms": ms})
+            if self.listening.probe is not None:
+                self._answer({**self._observed(), "ms": ms})
             else:
                 self.measured.extend(ms)
                 self.measured_samples += self.block_samples
@@ -351,7 +351,7 @@ class Worker(Listener):
             command = due or self._next_command()
             do = command["do"]
             if due is None and self.ranks.concerns_all(command):
-                self.ranks.tell(command, self.scene.steps + self.ranks.lead_steps)
+                self.ranks.tell(command, self.context.steps + self.ranks.lead_steps)
                 self.block_left, self.block_until_s = self.ranks.lead_steps, float("inf")
                 break
             if do == "go":
@@ -361,13 +361,13 @@ class Worker(Listener):
             if do == "replica":
                 # The replica's copies of the model do not belong to the program
                 self.peak_bytes = self._peak_bytes()
-                self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
+                self.replica = StepReplica(self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
                 self.block_left = 0
                 break
             if do == "listen":
                 failed = self.listening.begin(command)
-                if self.listening.ear is not None:
-                    self.block_left = self.listening.ear.ticks
+                if self.listening.probe is not None:
+                    self.block_left = self.listening.probe.ticks
                     self.block_until_s = seconds() + (float("inf") if command.get("everywhere") else float(command.get("seconds", "inf")))
                     break
                 self._answer({"why_not": failed})
@@ -384,31 +384,31 @@ class Worker(Listener):
             outcomes = self.applier.switch(choices_of(command["choices"]))
             # Reports of other levers stay for the record
             switched = {choice["name"] for choice in command["choices"]}
-            reports = [report for report in self.scene.reports if report[0] in switched]
-            self.scene.reports = [report for report in self.scene.reports if report[0] not in switched]
+            reports = [report for report in self.context.reports if report[0] in switched]
+            self.context.reports = [report for report in self.context.reports if report[0] not in switched]
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
                     "ticks": self.ranks.lead_steps if self.ranks.several else 0, "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
         if do == "options":
             answers = self.applier.options()
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
-                                for name, a in answers.items()}, "scene": self.scene.describe()}
+                                for name, a in answers.items()}, "context": self.context.describe()}
         if do == "watch":
             if self.watch is None:
                 return {"error": "this trial runs without the monitor"}
-            told = self.watch.summary()
+            info = self.watch.summary()
             self.watch.start_window()
-            return told
+            return info
         if do == "record":
             return {"record": self.record("running", "").to_json()}
         if do == "fetch":
-            return {"fetches": fetches(self.torch, self.scene)}
+            return {"fetches": fetches(self.torch, self.context)}
         return {"error": f"unknown command {do!r}"}
 
-    def _heard(self) -> dict[str, Any]:
+    def _observed(self) -> dict[str, Any]:
         """Return the results of the probe, of all ranks if they ran it together."""
-        everywhere = self.listening.ear is not None and self.listening.ear.wishes.get("everywhere")
-        heard = self.listening.end()
-        return self.ranks.heard_by_all(heard) if everywhere else heard
+        everywhere = self.listening.probe is not None and self.listening.probe.requested.get("everywhere")
+        recorded = self.listening.end()
+        return self.ranks.reached_by_all(recorded) if everywhere else recorded
 
     def _next_command(self) -> dict[str, Any]:
         if self.channel is None:
@@ -439,9 +439,9 @@ class Worker(Listener):
 
     def _finish(self, draws: bool) -> None:
         if draws:
-            self.scene.asleep = True  # this loader is not the program's
+            self.context.asleep = True  # this loader is not the program's
             self.drawn = self.draws.take()
-            self.scene.asleep = False
+            self.context.asleep = False
         self.write_record("finished", "stopped after the requested steps")
         self._answer({"written": True, "pid": os.getpid()})
         self.stopping = True
@@ -453,8 +453,8 @@ class Worker(Listener):
         step_ms = block_ms(self.measured) if self.measured else None
         notes = self.notes
         per_step = self.measured_samples / len(self.measured) if self.measured and self.measured_samples and self.unit == "step" else None
-        if per_step and self.scene.divided is not None:
-            per_step *= self.scene.divided.whole_of_seen
+        if per_step and self.context.divided is not None:
+            per_step *= self.context.divided.whole_of_seen
         return TrialRecord(
             status=status, reason=reason, steps=len(self.measured), warmup_steps=self.warmup_steps, warmup_ms=self.warmup_ms, unit=self.unit,
             step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
@@ -462,31 +462,31 @@ class Worker(Listener):
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
             losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
             draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_bytes(),
-            device=self.scene.device_type, seed=self.spec.seed,
+            device=self.context.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
-            skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],
-            scene=self.scene.describe(),
+            skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.context.reports)],
+            context=self.context.describe(),
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)})
 
     def _peak_bytes(self) -> int:
-        return peak_bytes(self.torch, self.scene.device) if self.peak_bytes is None else self.peak_bytes
+        return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
 
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:
             self.written = True
-            with self.shelter.overlay.looking():  # the record is written outside the overlay
+            with self.sandbox.overlay.looking():  # the record is written outside the overlay
                 write_json(self.folder.result, self.record(status, reason).to_json())
-            self.shelter.leave()
+            self.sandbox.leave()
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
         # A launcher fails because its ranks were stopped: the record of the measured rank stays.
         if os.getpid() == self.owner and (self.claimed or (self.claimed is None and not self.folder.claim.exists())):
             text = "".join(traceback.format_exception(kind, error, trace))
-            heard = self.listening.last_words()
+            recorded = self.listening.last_words()
             self._last_words("failed", text[-8000:])
-            if heard is not None:
+            if recorded is not None:
                 ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-                self._answer({**heard, "ms": ms, "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400]})
+                self._answer({**recorded, "ms": ms, "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400]})
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:
@@ -500,7 +500,7 @@ class Worker(Listener):
             say(f"could not write the trial's record ({type(error).__name__}: {error})")
 
     def _forked(self) -> None:
-        if self.claimed or self.scene.steps or self.scene.backwards:
+        if self.claimed or self.context.steps or self.context.backwards:
             self.written = True  # a forked child has nothing to record
         elif self.channel is not None:
             self.owner = os.getpid()

@@ -26,8 +26,8 @@ from flatout.plan.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.batch_programs import TURNS, Programs
-from flatout.tune.batch_visit import MARGIN, PATIENCE_S, TURN_S, DidNotRun, Visit, did_not_run, judge
-from flatout.tune.gradient_noise import hear_noise
+from flatout.tune.batch_visit import MARGIN, TIMEOUT_S, TURN_S, BatchTrial, DidNotRun, did_not_run, judge
+from flatout.tune.gradient_noise import observe_noise
 from flatout.tune.tuning import why_gone, why_not
 
 START_S = 600.0
@@ -41,7 +41,7 @@ GAIN = 1.03  # doubling the batch twice for less than this ends the search for l
 
 
 @dataclass(frozen=True)
-class Wishes:
+class BatchOptions:
     """The options of `flatout batch`.
 
     ``sizes`` empty: multiples and fractions of the program's own size. ``limit_bytes`` None: the device's
@@ -61,15 +61,15 @@ class BatchCurve:
     Raises ProgramFailed if the unchanged program fails, and NothingMeasured if it does not train.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, wishes: Wishes,
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, requested: BatchOptions,
                  stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[], None] = lambda: None) -> None:
-        self.facts, self.record, self.wishes = facts, record, wishes
+        self.facts, self.record, self.requested = facts, record, requested
         self.stage, self.save = stage, save
-        self.end_s = seconds() + wishes.budget_s
-        self.explore_until_s = seconds() + EXPLORE_SHARE * wishes.budget_s
+        self.end_s = seconds() + requested.budget_s
+        self.explore_until_s = seconds() + EXPLORE_SHARE * requested.budget_s
         self.passes: list[dict[int, list[float]]] = []
         self.again: list[list[Round]] = []
-        self.programs = Programs(command, job, facts, record, wishes.seed, self.end_s)
+        self.programs = Programs(command, job, facts, record, requested.seed, self.end_s)
 
     def run(self) -> BatchRecord:
         explored: dict[int, list[float]] = {}
@@ -97,10 +97,10 @@ class BatchCurve:
             self.stage("starting", "the program as it is, until its steps are steady")
             start_s = seconds()
             ready = trial.start().wait_ready(start_s + START_S)
-            visit = Visit(0, trial, seconds() - start_s, ready["tick_ms"])
+            visit = BatchTrial(0, trial, seconds() - start_s, ready["tick_ms"])
             self.programs.alive.append(visit)
             record.device, self.programs.copies = ready["device"], ready["copies"]
-            self._whose_size(trial.ask({"do": "options"}, seconds() + PATIENCE_S), ready)
+            self._whose_size(trial.ask({"do": "options"}, seconds() + TIMEOUT_S), ready)
             if record.own is not None:
                 visit.size, visit.prefetched = record.own, self.programs.prefetched
                 record.points.append(BatchPoint(record.own))
@@ -112,44 +112,44 @@ class BatchCurve:
                 raise why_not(error.record, "batch sizes could not be measured", "reduce --budget") from None
             raise
         try:
-            record.noise = hear_noise(trial, ready["tick_ms"], self.wishes.at_step, self.wishes.budget_s, self.stage)
+            record.noise = observe_noise(trial, ready["tick_ms"], self.requested.at_step, self.requested.budget_s, self.stage)
         except ProgramGone as gone:
             record.noise.why_not = f"the program ended during the measurement: {why_gone(gone)}"
             self.programs.dismiss([visit])
         self.programs.keep(visit)
         self.save()
 
-    def _whose_size(self, told: dict[str, Any], ready: dict[str, Any]) -> None:
-        record, answer, scene = self.record, told["options"]["batch_size"], told["scene"]
+    def _whose_size(self, info: dict[str, Any], ready: dict[str, Any]) -> None:
+        record, answer, context = self.record, info["options"]["batch_size"], info["context"]
         if ready["unit"] != "step":
             record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so the batch of a step is unknown"
         elif "skip" in answer:
             record.why_no_curve = answer["skip"]
         if record.why_no_curve:
             return
-        record.loader = scene["training_loader"]
-        if record.loader is None or record.loader >= len(scene["loaders"]):
+        record.loader = context["training_loader"]
+        if record.loader is None or record.loader >= len(context["loaders"]):
             record.why_no_curve = f"the training loader is number {record.loader} of the program's loaders; there are too many to tell them apart"
             return
-        loader = scene["loaders"][record.loader]
+        loader = context["loaders"][record.loader]
         record.own, record.dataset_samples = loader["batch_size"], loader["length"]
         self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
-        gpu = self.facts.gpu(scene["device_index"]) if record.device == "cuda" else None
-        record.limit_bytes = self.wishes.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
-        record.limit = "given" if self.wishes.limit_bytes else "the device's" if gpu else "free on this machine"
+        gpu = self.facts.gpu(context["device_index"]) if record.device == "cuda" else None
+        record.limit_bytes = self.requested.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
+        record.limit = "given" if self.requested.limit_bytes else "the device's" if gpu else "free on this machine"
 
     # -- one size in one program ------------------------------------------------------------------------------------------
 
-    def _look(self, visit: Visit, point: BatchPoint) -> None:
+    def _look(self, visit: BatchTrial, point: BatchPoint) -> None:
         """Measure some turns, the phases and the memory of a step. Raises ProgramGone."""
         self.stage("exploring", f"{point.size} samples a batch")
         self.programs.costs_s.setdefault(point.size, visit.start_s)
         for _ in range(EXPLORING_TURNS):
             visit.turn()
-        seen = TrialRecord.from_json(visit.trial.ask({"do": "record"}, seconds() + PATIENCE_S)["record"])
+        seen = TrialRecord.from_json(visit.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"])
         self._note(seen, point)
-        heard = visit.trial.listen("memory", seconds() + PATIENCE_S + MEMORY_TICKS * visit.tick_ms, ticks=MEMORY_TICKS)
-        memory = heard.get("memory") or {}
+        recorded = visit.trial.listen("memory", seconds() + TIMEOUT_S + MEMORY_TICKS * visit.tick_ms, ticks=MEMORY_TICKS)
+        memory = recorded.get("memory") or {}
         point.peak_bytes, point.retries = memory.get("peak_bytes"), memory.get("retries")
         if self.record.device == "cuda" and seen.peak_memory_bytes:
             point.peak_bytes = seen.peak_memory_bytes
@@ -167,7 +167,7 @@ class BatchCurve:
         counted = seen.samples_per_step
         point.samples_per_step = counted if counted and 0.5 * whole <= counted <= whole else whole
 
-    def _per_sample(self, visit: Visit) -> list[float]:
+    def _per_sample(self, visit: BatchTrial) -> list[float]:
         point = self.record.point(visit.size)
         samples = point.samples_per_step if point is not None and point.samples_per_step else visit.size
         return [ms / samples for ms in visit.turns]
@@ -183,7 +183,7 @@ class BatchCurve:
         for size in self._sizes():
             point = BatchPoint(size)
             larger = size > (self.record.own or 0)
-            if larger and no_more and not self.wishes.sizes:
+            if larger and no_more and not self.requested.sizes:
                 continue
             self.record.points.append(point)
             try:
@@ -205,16 +205,16 @@ class BatchCurve:
                 point.status, point.why = error.status, error.why
             if larger and point.status in ("too big", "out of memory"):
                 no_more = f"{size} samples a batch already did not fit"
-            elif larger and not self.wishes.sizes and _no_gain(explored):
+            elif larger and not self.requested.sizes and _no_gain(explored):
                 no_more = "doubling the batch size gave no speed-up twice in a row"
             self.save()
         self.record.points.sort(key=lambda point: point.size)
 
     def _sizes(self) -> list[int]:
         own = self.record.own or 1
-        asked = self.wishes.sizes or tuple(int(own * factor) for factor in FACTORS if own * factor >= 1)
+        asked = self.requested.sizes or tuple(int(own * factor) for factor in FACTORS if own * factor >= 1)
         found = [size for size in dict.fromkeys(asked) if size != own]
-        return found if not self.wishes.sizes else sorted(found, key=lambda size: max(size / own, own / size))
+        return found if not self.requested.sizes else sorted(found, key=lambda size: max(size / own, own / size))
 
     def _may(self, size: int) -> None:
         """Raise DidNotRun if a size need not be tried: no such batch, probably too large, or no time."""
@@ -232,7 +232,7 @@ class BatchCurve:
         alone = not any(point.step_ms for point in record.points if point.size != record.own)
         cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
         until_s = self.end_s - turns_s if self.programs.together else self.explore_until_s
-        if cost_s > self.wishes.budget_s + OVERRUN_S or (not alone and seconds() + cost_s > until_s):
+        if cost_s > self.requested.budget_s + OVERRUN_S or (not alone and seconds() + cost_s > until_s):
             raise DidNotRun("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
@@ -270,7 +270,7 @@ class BatchCurve:
                 return
             cost_s = seconds() - start_s
 
-    def _note_pass(self, visits: Sequence[Visit], own: int) -> bool:
+    def _note_pass(self, visits: Sequence[BatchTrial], own: int) -> bool:
         same = [visit for visit in visits if visit.size == own]
         if same:
             # The own size runs twice; its first visit counts

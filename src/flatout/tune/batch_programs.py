@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.plan.batch import BatchRecord
+from flatout.plan.enums import Origin
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Origin
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.batch_visit import PATIENCE_S, DidNotRun, Visit, did_not_run
+from flatout.tune.batch_visit import TIMEOUT_S, BatchTrial, DidNotRun, did_not_run
 from flatout.tune.tuning import why_gone
 
 TURNS = 4  # of each program in a pass
@@ -28,7 +28,7 @@ class Programs:
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float) -> None:
         self.command, self.job, self.facts, self.record, self.seed, self.end_s = command, job, facts, record, seed, end_s
         self.costs_s: dict[int, float] = {}
-        self.alive: list[Visit] = []  # paused and ready to be measured
+        self.alive: list[BatchTrial] = []  # paused and ready to be measured
         self.copies = 1
         self.prefetched = 0
 
@@ -36,17 +36,17 @@ class Programs:
         """Return the program as it is, not started yet."""
         return Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.seed)
 
-    def enter(self, size: int) -> Visit:
+    def enter(self, size: int) -> BatchTrial:
         """Return a program at this size, steady and paused. Raises DidNotRun."""
         plan = Plan() if size == self.record.own else Plan((Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),))
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.seed)
         start_s = seconds()
         try:
             trial.start()
-            ready = trial.wait_ready(max(self.end_s, start_s + PATIENCE_S))
+            ready = trial.wait_ready(max(self.end_s, start_s + TIMEOUT_S))
             self.copies = ready["copies"]
-            seen = trial.ask({"do": "record"}, seconds() + PATIENCE_S)["record"]
-            got = next((loader["batch_size"] for loader in seen["scene"]["loaders"][self.record.loader or 0:]), None)
+            seen = trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"]
+            got = next((loader["batch_size"] for loader in seen["context"]["loaders"][self.record.loader or 0:]), None)
             if got != size:
                 said = [each["reason"] for each in seen["skipped"] if each["name"] == "batch_size"]
                 raise DidNotRun("failed", said[0] if said else f"the training loader still has batches of {got} samples")
@@ -58,15 +58,15 @@ class Programs:
             trial.close()
             raise
         self.costs_s[size] = seconds() - start_s
-        self.alive.append(Visit(size, trial, self.costs_s[size], ready["tick_ms"], self.prefetched))
+        self.alive.append(BatchTrial(size, trial, self.costs_s[size], ready["tick_ms"], self.prefetched))
         return self.alive[-1]
 
-    def keep(self, visit: Visit) -> None:
+    def keep(self, visit: BatchTrial) -> None:
         """Keep it alive if memory has room for it and one more."""
         if len(self.alive) > self.together or self.copies <= 2:
             self.dismiss([visit])
 
-    def dismiss(self, visits: Sequence[Visit]) -> None:
+    def dismiss(self, visits: Sequence[BatchTrial]) -> None:
         for visit in list(visits):
             visit.trial.close()
             if visit in self.alive:
@@ -76,9 +76,9 @@ class Programs:
     def together(self) -> int:
         return 0 if self.record.device != "cpu" else MOST_TOGETHER
 
-    def entered(self, left: list[int]) -> list[Visit]:
+    def entered(self, left: list[int]) -> list[BatchTrial]:
         """Start programs of the first sizes in ``left`` and remove these sizes from it."""
-        group: list[Visit] = []
+        group: list[BatchTrial] = []
         while left and (not group or (len(group) < self.together and self.copies > 2)):
             try:
                 group.append(self.enter(left.pop(0)))
@@ -86,7 +86,7 @@ class Programs:
                 self.record.notes.append(f"a program with another batch size did not restart: {error.why}")
         return group
 
-    def take_turns(self, group: list[Visit]) -> list[Visit]:
+    def take_turns(self, group: list[BatchTrial]) -> list[BatchTrial]:
         """Measure the programs forwards and backwards, then end them."""
         try:
             for visit in group:

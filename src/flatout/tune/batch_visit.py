@@ -10,7 +10,7 @@ from flatout.plan.batch import BatchPoint, BatchRecord
 from flatout.plan.records import TrialRecord
 from flatout.trial.parent import Trial
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 TURN_S = 0.7  # of one program while the others are paused
 FEWEST_TICKS, MOST_TICKS = 2, 300  # of a turn
 MARGIN = 0.1  # of the limit to leave free: steps differ, and allocators round up
@@ -18,7 +18,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", 
 
 
 @dataclass
-class Visit:
+class BatchTrial:
     """A running program at one size, and its turns in milliseconds a step.
 
     ``prefetched`` is the number of batches that its workers may have ready.
@@ -41,7 +41,7 @@ class Visit:
         Skips the first of several and the prefetched batches.
         """
         ticks = min(MOST_TICKS, max(FEWEST_TICKS, round(1000 * TURN_S / max(self.tick_ms, 1e-3)))) if self.tick_ms < 1000 * TURN_S else 1
-        times = self.trial.go(ticks, seconds() + PATIENCE_S + 30 * self.turn_s, 4 * self.turn_s)
+        times = self.trial.go(ticks, seconds() + TIMEOUT_S + 30 * self.turn_s, 4 * self.turn_s)
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched), len(times) // 2)
         self.turns.append(block_ms(times[skipped:]))
 

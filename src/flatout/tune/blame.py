@@ -14,7 +14,7 @@ from flatout.plan.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import in_order
-from flatout.tune.together import Seen
+from flatout.tune.comparison import ProgramResult
 from flatout.tune.tuning import Tuning, last_line, why_gone
 
 LONGEST_S = 30.0  # of training, to see whether the plain program passes the same tick
@@ -30,7 +30,7 @@ def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
     if gone.status != "failed" or not ticks:
         return False
     if tuning.length_ticks is not None:
-        return abs(ticks - tuning.length_ticks) <= 2 * tuning.arena.block_ticks + 1
+        return abs(ticks - tuning.length_ticks) <= 2 * tuning.interleaver.block_ticks + 1
     if not _plain_fails_by(tuning, ticks):
         return False
     _note_length(tuning, ticks)
@@ -46,7 +46,7 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
     """Record the length of a short program: it is restarted as often as needed, with short blocks."""
     warm = tuning.warm_ticks
     tuning.length_ticks = max(ticks, tuning.length_ticks or 0)
-    tuning.arena.longest_ticks = max(2, min(tuning.arena.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS))
+    tuning.interleaver.longest_ticks = max(2, min(tuning.interleaver.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS))
 
 
 def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
@@ -54,14 +54,14 @@ def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
 
     If that takes too long to find out: no.
     """
-    arena, beyond = tuning.arena, _beyond(tuning, ticks)
-    if tuning.furthest_plain > beyond or beyond * arena.tick_ms / 1000 > min(LONGEST_S, tuning.allowed_s()):
+    interleaver, beyond = tuning.interleaver, _beyond(tuning, ticks)
+    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > min(LONGEST_S, tuning.allowed_s()):
         return False
     tuning.watcher.stage("checking", "whether the plain program fails there too")
     return _failure(tuning, (), beyond) is not None
 
 
-def program_ended(tuning: Tuning, on: Collection[str], seen: Seen) -> None:
+def program_ended(tuning: Tuning, on: Collection[str], seen: ProgramResult) -> None:
     """Handle a program that did not complete: ignore a regular end, otherwise leave the lever out."""
     choices = [tuning.choices[key] for key in on if key in tuning.choices]
     if seen.left_out is not None:
@@ -75,7 +75,7 @@ def program_ended(tuning: Tuning, on: Collection[str], seen: Seen) -> None:
 
 def _beyond(tuning: Tuning, ticks: int) -> int:
     """Return a tick that is certainly after the failure of a program last seen at ``ticks``."""
-    return ticks + 2 * tuning.arena.block_ticks + 1
+    return ticks + 2 * tuning.interleaver.block_ticks + 1
 
 
 def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: int) -> None:
@@ -118,9 +118,9 @@ def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> str | Non
         return why_gone(error)
     try:
         if ticks > trial.ticks_done:
-            tuning.arena.run(trial, ticks - trial.ticks_done)
+            tuning.interleaver.run(trial, ticks - trial.ticks_done)
     except ProgramGone as gone:
         return None if gone.record.status == "ended" else why_gone(gone)
     finally:
-        tuning.arena.dismiss(trial)
+        tuning.interleaver.dismiss(trial)
     return None

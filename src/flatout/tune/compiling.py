@@ -10,10 +10,10 @@ import math
 from flatout.measure.clock import seconds
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.blame import program_ended
+from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.conclude import best_measured
 from flatout.tune.design import worth_more_time
 from flatout.tune.effects import Factor, Space
-from flatout.tune.together import Member, Seen, take_turns
 from flatout.tune.tuning import COMPILE_S, Tuning
 
 LONGEST_S = 10 * COMPILE_S  # since its start, including the time it is stopped
@@ -61,8 +61,8 @@ class Compiling:
         self.on = frozenset(key for name, key in levers.items() if name not in clash) | {factor.key}
         plan = tuning.plan_for(self.on)
         tuning.watcher.stage("compiling", plan.describe() if alone else f"{plan.describe()}, while others are measured")
-        self.trial = tuning.arena.start(plan, 0)
-        tuning.arena.background.append(self.trial)
+        self.trial = tuning.interleaver.start(plan, 0)
+        tuning.interleaver.background.append(self.trial)
 
     @property
     def _has_room(self) -> bool:
@@ -82,24 +82,24 @@ class Compiling:
             if not trial.is_ready(trial.started_s + LONGEST_S, wait_s):
                 return False
             trial.hold(look_again=True)
-            tuning.arena.background.remove(trial)
+            tuning.interleaver.background.remove(trial)
             self._measure(trial)
         except ProgramGone as gone:
-            program_ended(tuning, self.on, Seen(gone=gone.record))
+            program_ended(tuning, self.on, ProgramResult(gone=gone.record))
         self._end(trial)
         return True
 
     def _measure(self, trial: Trial) -> None:
         tuning, on = self.tuning, self.on
         for left in trial.ready.get("skipped", ()):
-            program_ended(tuning, on, Seen(left_out=(left["name"], left["reason"])))
+            program_ended(tuning, on, ProgramResult(left_out=(left["name"], left["reason"])))
             return
         live = frozenset(key for key in on if tuning.candidates[tuning.choices[key].name].lever.live)
         without = frozenset(key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up)
         rows = [live, without, without, live, live, without]
         tuning.watcher.stage("exploring", f"{tuning.plan_for(on).describe()}: with and without the compiler")
-        member = Member(trial, tuning.live_rows(rows), Seen(), fresh=False)
-        take_turns(tuning.arena, [member], max(tuning.explore_until_s, seconds() + 8 * tuning.arena.block_s))
+        member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
+        take_turns(tuning.interleaver, [member], max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s))
         tuning.processes += 1
         tuning.keep_blocks(tuning.processes, [on - live | row for row in rows], member.seen, 0)
         program_ended(tuning, on, member.seen)
@@ -140,5 +140,5 @@ class Compiling:
                 return
 
     def _end(self, trial: Trial) -> None:
-        self.tuning.arena.dismiss(trial)
+        self.tuning.interleaver.dismiss(trial)
         self.trial = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from flatout.plan.enums import Effect, Status
 from flatout.plan.records import QUANTILE, Ratio
-from flatout.plan.words import Effect, Status
 from flatout.tune.candidates import LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
 from flatout.tune.tuning import Tuning, only
 
@@ -49,7 +49,7 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             continue
         key = chosen.get(candidate.lever.name) or max(keys, key=lambda key: tuning.effect(key, best).median)
         candidate.value, candidate.ratio = tuning.choices[key].value, tuning.effect(key, best)
-        candidate.how = LIVE if candidate.lever.live and tuning.arena.unit == "step" else PROCESSES
+        candidate.how = LIVE if candidate.lever.live and tuning.interleaver.unit == "step" else PROCESSES
         if candidate.lever.name in chosen:
             candidate.status, candidate.reason = Status.SKIPPED, "part of the plan; the search ended before it was confirmed"
             found.append(candidate)

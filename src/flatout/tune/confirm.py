@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.engine.guard import START_STEPS, judge, shake_for, wants_shaken
+from flatout.engine.guard import START_STEPS, judge, needs_perturbed_runs, perturbation_for
 from flatout.engine.replica import SLOW_MS
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
+from flatout.plan.enums import Effect, Origin, Status
 from flatout.plan.plan import Choice, Plan, spell
-from flatout.plan.records import NOT_SLOWER, GuardRecord, Ratio, Side, TrialRecord
-from flatout.plan.words import Effect, Origin, Status
+from flatout.plan.records import NOT_SLOWER, GuardRecord, ProgramFigures, Ratio, TrialRecord
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest
+from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.conclude import obstacle
-from flatout.tune.elsewhere import PATIENCE_S
 from flatout.tune.narrow import without_the_culprits
 from flatout.tune.orders import together_order
-from flatout.tune.together import Asked, Seen, measure_together
+from flatout.tune.remote import TIMEOUT_S
 from flatout.tune.tuning import FEWEST_PAIRS, PAIRS, Tuning, last_line
 
 WORTH_KEEPING = 1.01  # a smaller speed-up does not justify a plan file
@@ -113,7 +113,7 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | N
         if pairs.failure:
             tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Refused(f"failed in fresh processes: {pairs.failure}")
-        tuning.watcher.contest(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
+        tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
         if FEWEST_PAIRS <= len(pairs.tuned) < PAIRS and _judged(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.both()
@@ -200,35 +200,35 @@ def _more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Non
         _keep(tuning, pairs, tuned, seed, programs, seen)
 
 
-def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool) -> list[Asked]:
+def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool) -> list[ProgramRequest]:
     """Return both sides of a pair.
 
     Their order alternates from pair to pair, because the machine may speed up or slow down.
     """
     rows = (None,) * tuning.rounds
     record = "draws" if widest(tuned) is Effect.RESAMPLED else "record"
-    checks_late = seed == PAIRS - 1 and tuning.arena.unit == "step" and tuning.replica_s <= LATE_S
+    checks_late = seed == PAIRS - 1 and tuning.interleaver.unit == "step" and tuning.replica_s <= LATE_S
     late = tuple(c.choice for c in tuned if c.effect is not Effect.EXACT and c.lever.live) if checks_late else ()
-    sides = [Asked(Plan(), rows, seed, record, late), Asked(plan, rows, seed, record)]
+    sides = [ProgramRequest(Plan(), rows, seed, record, late), ProgramRequest(plan, rows, seed, record)]
     sides = sides if with_plain else sides[1:]
     return sides if seed % 2 == 0 else sides[::-1]
 
 
-def _measured(tuning: Tuning, asked: Sequence[list[Asked]]) -> list[tuple[list[Seen], str]]:
+def _measured(tuning: Tuning, asked: Sequence[list[ProgramRequest]]) -> list[tuple[list[ProgramResult], str]]:
     elsewhere, until_s = tuning.elsewhere, seconds() + 3 * tuning.pair_s
     if elsewhere is None or not elsewhere.ready:
         if tuning.copies >= 2:
-            return [(measure_together(tuning.arena, programs, until_s, tuning.patience_s), "") for programs in asked]
-        return [([seen for one in programs for seen in measure_together(tuning.arena, [one], until_s, tuning.patience_s)], "") for programs in asked]
-    found: dict[int, tuple[list[Seen], str]] = {}
+            return [(measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "") for programs in asked]
+        return [([seen for one in programs for seen in measure_together(tuning.interleaver, [one], until_s, tuning.timeout_s)], "") for programs in asked]
+    found: dict[int, tuple[list[ProgramResult], str]] = {}
     orders = [together_order(tuning, programs, 3 * tuning.pair_s) for programs in asked]
-    for held in elsewhere.held(orders, PATIENCE_S + 3 * tuning.pair_s + tuning.patience_s):
+    for held in elsewhere.held(orders, TIMEOUT_S + 3 * tuning.pair_s + tuning.timeout_s):
         if held.answer is not None:
-            found[held.number] = [Seen.from_json(each) for each in held.answer["seen"]], held.host
-    return [found[at] if at in found else (measure_together(tuning.arena, programs, until_s, tuning.patience_s), "") for at, programs in enumerate(asked)]
+            found[held.number] = [ProgramResult.from_json(each) for each in held.answer["seen"]], held.host
+    return [found[at] if at in found else (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "") for at, programs in enumerate(asked)]
 
 
-def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, asked: Sequence[Asked], found: Sequence[Seen]) -> None:
+def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, asked: Sequence[ProgramRequest], found: Sequence[ProgramResult]) -> None:
     """Record the results of one pair."""
     times: dict[bool, list[float]] = {}
     for one, seen in zip(asked, found, strict=True):
@@ -254,35 +254,35 @@ def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, a
 
 def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> GuardRecord:
     effect, (plain, others) = widest(tuned), pairs.both()
-    shake = shake_for(effect)
-    found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken.get(shake, ()), pairs.late)
-    if shake not in tuning.shaken and wants_shaken(found):
+    perturbation = perturbation_for(effect)
+    found = judge(effect, plain, others, replica, tuning.first_plain, tuning.perturbed.get(perturbation, ()), pairs.late)
+    if perturbation not in tuning.perturbed and needs_perturbed_runs(found):
         tuning.watcher.stage("guard", "the plain program with weights perturbed in the last place, to see how far rounding spreads")
-        seeds = [record.seed or 0 for record in plain[:FEWEST_PAIRS if tuning.arena.tick_ms < SLOW_MS else 1]]
-        tuning.shaken[shake] = shaken(tuning, seeds, shake, max(len(record.losses) for record in plain))
-        found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken[shake], pairs.late)
+        seeds = [record.seed or 0 for record in plain[:FEWEST_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]]
+        tuning.perturbed[perturbation] = perturbed(tuning, seeds, perturbation, max(len(record.losses) for record in plain))
+        found = judge(effect, plain, others, replica, tuning.first_plain, tuning.perturbed[perturbation], pairs.late)
     return found
 
 
-def shaken(tuning: Tuning, seeds: Sequence[int], shake: float, known: int = START_STEPS) -> list[TrialRecord]:
+def perturbed(tuning: Tuning, seeds: Sequence[int], perturbation: float, known: int = START_STEPS) -> list[TrialRecord]:
     """Return perturbed plain runs that cover the first of ``known`` losses; empty if one of them fails."""
-    arena, steps = tuning.arena, min(START_STEPS, known)
-    trials = [arena.start(Plan(), seed, shake) for seed in seeds]
+    interleaver, steps = tuning.interleaver, min(START_STEPS, known)
+    trials = [interleaver.start(Plan(), seed, perturbation) for seed in seeds]
     try:
-        if any(gone is not None for gone in arena.ready(trials, tuning.patience_s)):
+        if any(gone is not None for gone in interleaver.ready(trials, tuning.timeout_s)):
             return []
         records = []
         for trial in trials:
             if trial.ticks_done < steps:
-                arena.run(trial, steps - trial.ticks_done)
+                interleaver.run(trial, steps - trial.ticks_done)
             records.append(trial.finish())
         return records
     finally:
         for trial in trials:
-            arena.dismiss(trial)
+            interleaver.dismiss(trial)
 
 
-def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:
+def _fill(side: ProgramFigures, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:
     side.plan = plan.to_json()
     side.step_ms = median(times_ms)
     side.unit = records[0].unit
@@ -294,7 +294,7 @@ def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequ
     side.steps = sum(r.steps for r in records)
 
 
-def _payback(plain: Side, tuned: Side, warms_up: bool) -> int | None:
+def _payback(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool) -> int | None:
     """Return after how many steps a longer start pays off: 0 if it is not longer, None if never."""
     if plain.step_ms is None or tuned.step_ms is None or tuned.step_ms >= plain.step_ms:
         return None
@@ -322,7 +322,7 @@ def _stay_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
     session = tuning.session
     for candidate in tuned:
         candidate.status = Status.REJECTED
-    session.best = Side(**{**session.baseline.__dict__, "plan": Plan((), session.key).to_json()})
+    session.best = ProgramFigures(**{**session.baseline.__dict__, "plan": Plan((), session.key).to_json()})
     session.speedup = session.payback_steps = None
     for point in session.frontier:
         point.chosen = False

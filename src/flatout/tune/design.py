@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.tune.effects import Block, Fitted, Space, fit
+from flatout.tune.effects import Fitted, Space, TimedBlock, fit
 from flatout.tune.one_thread import np
 
 SETTLED = 0.98  # chance of being in, or out of, the best set above which a factor is no longer varied
@@ -33,7 +33,7 @@ def worth_more_time(fitted: Fitted, chosen: frozenset[str], most: float = WORTH_
     return fitted.regret(chosen) > most
 
 
-def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[Block], n: int, rng: np.random.Generator, always_plain: bool) -> list[frozenset[str]]:
+def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[TimedBlock], n: int, rng: np.random.Generator, always_plain: bool) -> list[frozenset[str]]:
     """Choose the process levers and warm-up levers of the next ``n`` processes, which start together.
 
     The first processes are the plain program and the likeliest plan by the priors. ``always_plain``: each

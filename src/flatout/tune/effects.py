@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from flatout.tune.mixed_model import Component, Group, Part, solve
+from flatout.tune.mixed_model import Component, Group, PosteriorPart, solve
 from flatout.tune.one_thread import np
 from flatout.tune.space import Factor as Factor
 from flatout.tune.space import Space as Space
@@ -33,7 +33,7 @@ Array = Any  # a numpy array; the shape is in each docstring
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedBlock:
     """Consecutive steps measured together, at ``ms`` milliseconds a step.
 
     ``at_s`` is the wall time in seconds. Blocks of different processes with the same ``window`` did the same
@@ -89,7 +89,7 @@ class Fitted:
     """
 
     space: Space
-    parts: tuple[Part, ...]
+    parts: tuple[PosteriorPart, ...]
     luck: float
     noise: float
     work: float
@@ -162,7 +162,7 @@ class Fitted:
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
 
 
-def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fitted:
+def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -> Fitted:
     """Return the posterior after these blocks, in any order; without blocks, the prior.
 
     Raises ValueError for a time that is not positive and finite.
@@ -173,7 +173,7 @@ def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fit
     prior_mean = np.concatenate([[factor.mean for factor in space.factors], np.zeros(len(space.pairs))])
     prior_sd = np.concatenate([[factor.sd for factor in space.factors], np.where(space.known, spread.known_pair, spread.pair)])
     if not ordered:
-        return Fitted(space, (Part(1.0, prior_mean, np.diag(prior_sd**2)),), spread.luck[0], spread.noise[0], spread.work[0], spread.misfit, 0, frozenset())
+        return Fitted(space, (PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2)),), spread.luck[0], spread.noise[0], spread.work[0], spread.misfit, 0, frozenset())
     features = space.features(space.rows([block.on for block in ordered]))
     active = np.flatnonzero(features.any(axis=0))
     hosts = _indicators([block.host for block in ordered])
@@ -194,12 +194,12 @@ def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fit
     return Fitted(space, parts, found.sds[2] or 0.0, found.noise, found.sds[3] or 0.0, spread.misfit, len(ordered), measured)
 
 
-def _whole(part: Part, active: Array, prior_mean: Array, prior_sd: Array) -> Part:
+def _whole(part: PosteriorPart, active: Array, prior_mean: Array, prior_sd: Array) -> PosteriorPart:
     """Return the posterior of all columns; columns that were never on keep their prior."""
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
     mean[active] = part.mean
     cov[np.ix_(active, active)] = part.cov
-    return Part(part.weight, mean, cov)
+    return PosteriorPart(part.weight, mean, cov)
 
 
 def _indicators(labels: Sequence[Any]) -> Array:
@@ -208,7 +208,7 @@ def _indicators(labels: Sequence[Any]) -> Array:
     return np.eye(len(order))[[order[label] for label in labels]]
 
 
-def _pieces(blocks: Sequence[Block], hosts: Array, piece_s: float) -> Array:
+def _pieces(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array:
     """(n, pieces): how much of each piece of wall time has passed on a block's host.
 
     Coefficients are the steps of a random walk, linear within a piece.

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from flatout.measure.clock import seconds
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import PROCESSES, Candidate, fetches_all
+from flatout.tune.comparison import FEWEST_TURNS, Member, ProgramRequest, ProgramResult, measure_together, take_turns
 from flatout.tune.compiling import Compiling
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.design import live_rows, next_processes, worth_more_time
 from flatout.tune.effects import Fitted, Space
-from flatout.tune.elsewhere import PATIENCE_S
 from flatout.tune.factors import make_space, recall
 from flatout.tune.one_thread import np
 from flatout.tune.orders import together_order
-from flatout.tune.together import FEWEST_TURNS, Asked, Member, Seen, measure_together, take_turns
+from flatout.tune.remote import TIMEOUT_S
 from flatout.tune.tuning import Tuning, only
 
 WAVE = 2  # programs that start together
@@ -55,7 +55,7 @@ def explore(tuning: Tuning) -> list[Candidate]:
 
 class _Exploring:
     def __init__(self, tuning: Tuning) -> None:
-        self.tuning, self.arena = tuning, tuning.arena
+        self.tuning, self.interleaver = tuning, tuning.interleaver
         self.random = np.random.default_rng(0)
         self.compiling = Compiling(tuning)
         self.waves = 0
@@ -86,9 +86,9 @@ class _Exploring:
         tuning.watcher.stage("exploring", "live levers, switched in the running program")
         n = max(FEWEST_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
         rows = [NOTHING, *live_rows(self.quick, None, NOTHING, n - 1, self.random)]
-        member = Member(plain, tuning.live_rows(rows), Seen(), fresh=False)
+        member = Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False)
         least_s = 1.5 * n * self._row_s  # even if the budget barely covers confirming
-        take_turns(self.arena, [member], max(tuning.explore_until_s, seconds() + least_s))
+        take_turns(self.interleaver, [member], max(tuning.explore_until_s, seconds() + least_s))
         self._keep_observed(member, rows)
 
     def _keep_observed(self, member: Member, rows: Sequence[Keys]) -> None:
@@ -98,7 +98,7 @@ class _Exploring:
         if gone is not None:
             tuning.keep_first_plain(gone)
             tuning.observed = None
-            self.arena.dismiss(member.trial)
+            self.interleaver.dismiss(member.trial)
         self._keep(OBSERVED, NOTHING, rows, member.seen)
 
     # -- waves ----------------------------------------------------------------------------------------------------------
@@ -126,21 +126,21 @@ class _Exploring:
         beside = self._beside_rows if tuning.observed is not None else 0
         rows = min(ROWS, int((left_s / self._row_s - beside) / here))
         if tuning.length_ticks is not None:
-            rows = min(rows, max(1, (tuning.length_ticks - tuning.warm_ticks) // (self.arena.block_ticks + self.arena.settle_ticks)))
+            rows = min(rows, max(1, (tuning.length_ticks - tuning.warm_ticks) // (self.interleaver.block_ticks + self.interleaver.settle_ticks)))
         return rows
 
     @property
     def _row_s(self) -> float:
         """Seconds of one row, including the ticks that settle after a switch."""
-        return max(self.arena.window_ticks * self.arena.tick_ms / 1000, 0.01)
+        return max(self.interleaver.window_ticks * self.interleaver.tick_ms / 1000, 0.01)
 
     @property
     def _beside_rows(self) -> int:
-        return BESIDE_ROWS if self.arena.tick_ms < SLOW_TICK_MS else 1
+        return BESIDE_ROWS if self.interleaver.tick_ms < SLOW_TICK_MS else 1
 
     @property
     def _fewest_rows(self) -> int:
-        return 1 if self.tuning.length_ticks is not None else FEWEST_TURNS if self.arena.tick_ms < SLOW_TICK_MS else FEWEST_TURNS - 1
+        return 1 if self.tuning.length_ticks is not None else FEWEST_TURNS if self.interleaver.tick_ms < SLOW_TICK_MS else FEWEST_TURNS - 1
 
     def _time_for_a_wave(self) -> bool:
         return bool(self.quick.factors) and self._rows_each(self._programs) >= self._fewest_rows
@@ -153,7 +153,7 @@ class _Exploring:
         settings = self._settings(space, fitted)
         n = max(1, self._rows_each(len(settings)))
         rows = [live_rows(space, fitted, on, n, self.random) for on in settings]
-        asked = [Asked(tuning.plan_for(on | mine[0]), tuning.live_rows(mine)) for on, mine in zip(settings, rows, strict=True)]
+        asked = [ProgramRequest(tuning.plan_for(on | mine[0]), tuning.live_rows(mine)) for on, mine in zip(settings, rows, strict=True)]
         names = " | ".join(tuning.plan_for(on).describe() for on in settings)
         tuning.watcher.stage("exploring", f"wave {self.waves + 1}: {names}")
         self.waves += 1
@@ -188,7 +188,7 @@ class _Exploring:
         if plain is not None and self.tuning.copies < programs + 1:
             self.tuning.keep_observed()
 
-    def _measured(self, asked: Sequence[Asked]) -> list[tuple[Seen, str]]:
+    def _measured(self, asked: Sequence[ProgramRequest]) -> list[tuple[ProgramResult, str]]:
         """Return the outcome of each program, with the machine that measured it."""
         tuning, elsewhere = self.tuning, self.tuning.elsewhere
         if elsewhere is not None and elsewhere.ready:
@@ -199,9 +199,9 @@ class _Exploring:
             rows = [NOTHING]
             if space.switched.any():
                 rows += live_rows(space, tuning.fit_of(space), NOTHING, self._beside_rows - 1, self.random)
-            beside = [(Member(plain, tuning.live_rows(rows), Seen(), fresh=False), rows)]
+            beside = [(Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False), rows)]
         until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
-        found = measure_together(self.arena, asked, until_s, tuning.patience_s, [member for member, _ in beside], ROWS_SHARE)
+        found = measure_together(self.interleaver, asked, until_s, tuning.timeout_s, [member for member, _ in beside], ROWS_SHARE)
         started = [seen.start_s for seen in found if seen.ready]
         if started:
             tuning.start_cost_s = 0.5 * (tuning.start_cost_s + tuning.start_of(max(started), len(asked)))
@@ -209,24 +209,24 @@ class _Exploring:
             self._keep_observed(member, mine)
         return [(seen, "") for seen in found]
 
-    def _measured_elsewhere(self, asked: Sequence[Asked]) -> list[tuple[Seen, str]]:
+    def _measured_elsewhere(self, asked: Sequence[ProgramRequest]) -> list[tuple[ProgramResult, str]]:
         """Measure parts of the wave on remote machines at once. A lost part counts as not measured."""
         tuning, elsewhere = self.tuning, self.tuning.elsewhere
         assert elsewhere is not None
         parts = [asked[at:at + WAVE] for at in range(0, len(asked), WAVE)]
         for_s = max(5.0, tuning.explore_until_s - seconds())
-        found: dict[int, tuple[list[Seen], str]] = {}
-        for held in elsewhere.held([together_order(tuning, part, for_s, ROWS_SHARE) for part in parts], PATIENCE_S + for_s + tuning.patience_s):
+        found: dict[int, tuple[list[ProgramResult], str]] = {}
+        for held in elsewhere.held([together_order(tuning, part, for_s, ROWS_SHARE) for part in parts], TIMEOUT_S + for_s + tuning.timeout_s):
             if held.answer is not None:
-                found[held.number] = [Seen.from_json(each) for each in held.answer["seen"]], held.host
+                found[held.number] = [ProgramResult.from_json(each) for each in held.answer["seen"]], held.host
             else:
                 tuning.note(" | ".join(one.plan.describe() for one in parts[held.number]), PROCESSES, None, held.why, seconds(), host=held.host)
         return [(seen, host) for at, part in enumerate(parts) for seen, host in
-                ([(seen, found[at][1]) for seen in found[at][0]] if at in found else [(Seen(), "")] * len(part))]
+                ([(seen, found[at][1]) for seen in found[at][0]] if at in found else [(ProgramResult(), "")] * len(part))]
 
     # -- measurements -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, process: int, on: Keys, rows: Sequence[Keys], seen: Seen, host: str = "") -> None:
+    def _keep(self, process: int, on: Keys, rows: Sequence[Keys], seen: ProgramResult, host: str = "") -> None:
         """Record the blocks of one process, and the consequences if it did not survive."""
         tuning = self.tuning
         tuning.keep_blocks(process, [on | row for row in rows], seen, 0, host)
@@ -241,7 +241,7 @@ class _Exploring:
         best = best_measured(tuning)
         for key in tuning.choices:
             if key in tuning.measured:
-                tuning.watcher.contest(key, tuning.effect(key, best))
+                tuning.watcher.comparison(key, tuning.effect(key, best))
         ratio = tuning.gain(best)
         expected = f"expect about {ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) with {tuning.plan_for(best).describe()}"
         tuning.watcher.expect(f"after {tuning.spent_s:.0f} s: {expected if best else 'nothing is faster than the plain program yet'}")

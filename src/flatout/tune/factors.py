@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from flatout.plan.enums import Moment
 from flatout.plan.plan import Choice, spell
-from flatout.plan.words import Moment
-from flatout.tune.effects import Block, Factor, Space
+from flatout.tune.effects import Factor, Space, TimedBlock
 from flatout.tune.prior import priors
 from flatout.tune.tuning import Tuning
 
@@ -31,10 +31,10 @@ def make_space(tuning: Tuning) -> None:
     If the program makes its batches in its own process, a data lever can save at most the wait for data,
     which is known.
     """
-    ready, scene = tuning.observed.ready if tuning.observed else {}, tuning.session.scene
-    prior = priors(tuning.facts, scene, _phases(ready) if ready else {})
-    closure, factors = tuning.arena.unit != "step", []
-    alone = bool(ready) and all(loader["num_workers"] == 0 for loader in scene["loaders"])
+    ready, context = tuning.observed.ready if tuning.observed else {}, tuning.session.context
+    prior = priors(tuning.facts, context, _phases(ready) if ready else {})
+    closure, factors = tuning.interleaver.unit != "step", []
+    alone = bool(ready) and all(loader["num_workers"] == 0 for loader in context["loaders"])
     most = -math.log(1 - min(0.95, _phases(ready)["data"]["share"])) if alone else 0.0
     for candidate in tuning.candidates.values():
         lever = candidate.lever
@@ -70,4 +70,4 @@ def recall(tuning: Tuning) -> None:
     for old in tuning.session.blocks:
         on = frozenset(old["on"])
         if on <= tuning.choices.keys() and tuning.space.allowed(on):
-            tuning.blocks.append(Block(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER))
+            tuning.blocks.append(TimedBlock(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER))

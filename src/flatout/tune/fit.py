@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Origin, Status
 from flatout.plan.plan import Choice, spell
-from flatout.plan.records import Point
-from flatout.plan.words import Origin, Status
+from flatout.plan.records import TimeMemoryPoint
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import LIVE, Candidate, plan_of
@@ -28,10 +28,10 @@ Parts = tuple[tuple[Candidate, Choice], ...]
 
 
 @dataclass
-class Measured:
+class FrontierPoint:
     """A point and its parts: the fastest levers of the search or none of them, and memory-saving levers."""
 
-    point: Point
+    point: TimeMemoryPoint
     parts: Parts
     winners: bool
 
@@ -58,13 +58,13 @@ def fit(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
     tuning.session.frontier = []
     found = _Frontier(tuning, program, early, [c for c in tuned if c.lever.live], limit).measured()
     if program is not tuning.observed:
-        tuning.arena.dismiss(program)
+        tuning.interleaver.dismiss(program)
     return _chosen(tuning, tuned, found)
 
 
 def _program(tuning: Tuning, early: Sequence[Candidate]) -> Trial:
     """Return a program with the levers that cannot be switched; without such levers, the observed program."""
-    if not early and tuning.observed is not None and tuning.observed in tuning.arena.running:
+    if not early and tuning.observed is not None and tuning.observed in tuning.interleaver.running:
         return tuning.observed
     return tuning.enter(plan_of(early)).trial
 
@@ -72,9 +72,9 @@ def _program(tuning: Tuning, early: Sequence[Candidate]) -> Trial:
 class _Frontier:
     def __init__(self, tuning: Tuning, program: Trial, early: list[Candidate], live: list[Candidate], limit: int) -> None:
         self.tuning, self.program, self.early, self.live, self.limit = tuning, program, early, live, limit
-        self.found: list[Measured] = []
+        self.found: list[FrontierPoint] = []
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[FrontierPoint]:
         """Measure no live levers, the fastest levers, and every value of every memory-saving lever.
 
         If none fits, also measure the smallest values together.
@@ -91,7 +91,7 @@ class _Frontier:
                 if len(together) > 1:
                     self._measure(together, winners=True)
         except ProgramGone as gone:  # it finished, or failed with a lever: the measurements so far stay
-            self.tuning.arena.dismiss(self.program)
+            self.tuning.interleaver.dismiss(self.program)
             self.found[-1].point.note = self.found[-1].point.note or why_gone(gone)
         return self.found
 
@@ -121,36 +121,36 @@ class _Frontier:
         return tuple(part for _, parts in best.values() for part in parts)
 
     def _measure(self, parts: Parts, winners: bool, left: int = 1) -> None:
-        tuning, arena, start_s = self.tuning, self.tuning.arena, seconds()
+        tuning, interleaver, start_s = self.tuning, self.tuning.interleaver, seconds()
         left_s = tuning.fit_until_s - start_s
         compiles = any(candidate.lever.warms_up for candidate, _ in parts)
-        if parts and left_s < 4 * arena.block_s + (COMPILE_S if compiles else 0):
+        if parts and left_s < 4 * interleaver.block_s + (COMPILE_S if compiles else 0):
             return
         choices = ([c.choice for c in self.live] if winners else []) + [choice for _, choice in parts]
         name = ", ".join(spell(c.name, c.value) for c in [*plan_of(self.early), *choices]) or "plain"
         tuning.watcher.stage("fitting", f"{name}: time and peak memory")
-        point = Point(name)
-        one = Measured(point, parts, winners)
+        point = TimeMemoryPoint(name)
+        one = FrontierPoint(point, parts, winners)
         self.found.append(one)
         tuning.session.frontier.append(point)
         try:
-            arena.switch(self.program, choices, COMPILE_S if compiles else 0.0)
-            arena.run(self.program, SETTLING_TICKS)
+            interleaver.switch(self.program, choices, COMPILE_S if compiles else 0.0)
+            interleaver.run(self.program, SETTLING_TICKS)
             if choices:
                 until_s = seconds() + max(0.0, min(LONGEST_LIVE_S, left_s / left))
-                point.ratio = arena.live(self.program, (), choices, until_s, settle_ticks=SETTLING_TICKS,
-                                         heard=lambda ratio: tuning.watcher.contest(name, ratio))
-                arena.switch(self.program, choices)
-                arena.run(self.program, SETTLING_TICKS)
-            heard = self.program.listen("peak", arena.deadline(PEAK_TICKS), ticks=PEAK_TICKS)
-            arena.switch(self.program, ())
+                point.ratio = interleaver.live(self.program, (), choices, until_s, settle_ticks=SETTLING_TICKS,
+                                         recorded=lambda ratio: tuning.watcher.comparison(name, ratio))
+                interleaver.switch(self.program, choices)
+                interleaver.run(self.program, SETTLING_TICKS)
+            recorded = self.program.listen("peak", interleaver.deadline(PEAK_TICKS), ticks=PEAK_TICKS)
+            interleaver.switch(self.program, ())
         except LeverFailed as error:
             point.note = error.reason
-            arena.switch(self.program, ())
+            interleaver.switch(self.program, ())
             for candidate, _ in parts:
                 candidate.reason = candidate.reason if candidate.ratio else error.reason
             return
-        point.peak_bytes, point.note = heard.get("peak_bytes"), heard.get("why_not", "")
+        point.peak_bytes, point.note = recorded.get("peak_bytes"), recorded.get("why_not", "")
         point.fits = point.peak_bytes is not None and point.peak_bytes <= self.limit
         if choices:
             tuning.note(name, LIVE, point.ratio, "", start_s, against=plan_of(self.early).describe())
@@ -160,7 +160,7 @@ class _Frontier:
                 candidate.status, candidate.reason = Status.REJECTED, "another plan that fits is faster" if point.fits else "does not fit into the memory limit"
 
 
-def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[Measured]) -> list[Candidate]:
+def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[FrontierPoint]) -> list[Candidate]:
     """Return the candidates of the frontier to confirm. Ties go to the smaller plan."""
     if not found or found[0].point.peak_bytes is None:
         return tuned

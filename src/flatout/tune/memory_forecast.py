@@ -16,7 +16,7 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import TrialRecord
-from flatout.trial.foreseeing import ENTRY
+from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
 
 START_S = 600.0  # until the first batch
@@ -29,7 +29,7 @@ SERVED = {"activations": "Recomputing activations (torch.utils.checkpoint) reduc
 
 
 @dataclass(frozen=True)
-class Question:
+class ForecastOptions:
     """The options of a forecast.
 
     ``sizes`` are batch sizes besides the script's own. ``cuda``: predict the sizes of the CUDA allocator
@@ -50,7 +50,7 @@ class Forecast:
     One program answers for every batch size; if a size ends it, another one answers for the rest.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: MemoryForecast, question: Question,
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: MemoryForecast, question: ForecastOptions,
                  stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
         self.command, self.job, self.facts, self.record, self.question, self.stage = command, job, facts, record, question, stage
         self.trial: Trial | None = None
@@ -63,12 +63,12 @@ class Forecast:
         """Predict, then measure. Raises NothingMeasured or ProgramFailed."""
         record, question = self.record, self.question
         try:
-            own = self.foretold(None)
+            own = self.predicted(None)
             record.device, record.own, record.simulated = self.ready["device"], self.ready["samples"], self.ready["simulated"]
             if own.why_not:
                 raise NothingMeasured(f"the memory of this program cannot be predicted: {own.why_not}.")
             for size in dict.fromkeys(question.sizes):
-                self.foretold(size)
+                self.predicted(size)
             self._limit()
             if self.trial is not None:
                 self.trial.finish(seconds() + END_S)  # the program ends by itself, with everything restored
@@ -83,7 +83,7 @@ class Forecast:
 
     # -- prediction -----------------------------------------------------------------------------------------------------
 
-    def foretold(self, size: int | None) -> MemoryPoint:
+    def predicted(self, size: int | None) -> MemoryPoint:
         """Return a point, known or new; ``why_not`` says why the program cannot do a step of that size."""
         size = self.ready.get("samples") if size is None and self.ready else size
         if size in self.points and self.ready:
@@ -113,7 +113,7 @@ class Forecast:
 
     def _enter(self) -> Trial:
         self.trial = trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.question.seed, entry=ENTRY,
-                                   wishes={"cuda": self.question.cuda})
+                                   requested={"cuda": self.question.cuda})
         trial.start()
         self.ready = trial.wait_ready(seconds() + START_S)
         return trial
@@ -143,7 +143,7 @@ class Forecast:
         asked = set(self.points)
 
         def peak_of(size: int) -> int:
-            point = self.foretold(size)
+            point = self.predicted(size)
             if point.peak_bytes is None:
                 raise LookupError(point.why_not)
             return point.peak_bytes
@@ -194,14 +194,14 @@ class Forecast:
                 if len(plan) and not ready["applied"]:
                     point.measured_why_not = ready["skipped"][0]["reason"] if ready["skipped"] else "the loader cannot be given another batch size"
                     return
-                heard = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
+                recorded = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
         except ProgramGone as gone:
             point.measured_why_not = gone.record.last_line
             return
-        if heard.get("peak_bytes"):
-            point.measured_bytes = int(heard["peak_bytes"])
+        if recorded.get("peak_bytes"):
+            point.measured_bytes = int(recorded["peak_bytes"])
         else:
-            point.measured_why_not = heard.get("why_not") or "too few steps were recorded"
+            point.measured_why_not = recorded.get("why_not") or "too few steps were recorded"
 
     def _notes(self) -> None:
         record = self.record

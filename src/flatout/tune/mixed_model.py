@@ -60,7 +60,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Part:
+class PosteriorPart:
     """One Gaussian of the posterior: weight, mean (columns,) and covariance (columns, columns)."""
 
     weight: float
@@ -72,7 +72,7 @@ class Part:
 class Solution:
     """The posterior ``parts``, heaviest first; the ``noise``; and ``sds``, one per group (None if known)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PosteriorPart, ...]
     noise: float
     sds: tuple[float | None, ...]
 
@@ -181,7 +181,7 @@ def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: s
     parts = []
     if mixed is None:
         mean, cov = system.posterior()
-        parts = [Part(1.0, mean[keep], cov[keep, keep])]
+        parts = [PosteriorPart(1.0, mean[keep], cov[keep, keep])]
     else:
         component, mode = groups[mixed].sd, system.log_variance[mixed]
         width = 1 / np.sqrt(system.dof[mixed] / 2 + 1 / (4 * component.log_sd**2))
@@ -194,7 +194,7 @@ def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: s
         for weight, (_, system.log_variance[mixed]) in zip(weights, scored, strict=True):
             if weight > LEAST_SHARE:
                 mean, cov = system.posterior()
-                parts.append(Part(weight, mean[keep], cov[keep, keep]))
+                parts.append(PosteriorPart(weight, mean[keep], cov[keep, keep]))
         total = sum(part.weight for part in parts)
-        parts = sorted((Part(part.weight / total, part.mean, part.cov) for part in parts), key=lambda part: -part.weight)
+        parts = sorted((PosteriorPart(part.weight / total, part.mean, part.cov) for part in parts), key=lambda part: -part.weight)
     return Solution(tuple(parts), float(np.exp(system.log_noise / 2)), sds)

@@ -12,7 +12,7 @@ from flatout.plan.plan import Plan, spell
 from flatout.plan.records import NamedRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import MOST_ROUNDS, Entrant
+from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
 from flatout.tune.tuning import Tuning, why_gone
 
 SHARE = 0.4  # of the budget, for all of them
@@ -27,19 +27,19 @@ def by_name(tuning: Tuning) -> None:
         plan, start_s = Plan((choice,)), seconds()
         found = NamedRecord(plan.describe())
         tuning.watcher.stage("by name", f"{found.plan} against the plain program")
-        entrants: list[Entrant] = []
+        candidates: list[RunningCandidate] = []
         try:
             for each in (Plan(), plan):
-                entrants.append(tuning.enter(each, SEED))
-            plain, named = (entrant.trial for entrant in entrants)
-            until_s = seconds() + max(SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.arena.block_s)
-            found.ratio = compare([tuning.arena.pair(plain, named, MOST_ROUNDS, until_s)])
+                candidates.append(tuning.enter(each, SEED))
+            plain, named = (candidate.trial for candidate in candidates)
+            until_s = seconds() + max(SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.interleaver.block_s)
+            found.ratio = compare([tuning.interleaver.pair(plain, named, MOST_ROUNDS, until_s)])
             records = plain.finish(), named.finish()
             found.plain_losses, found.losses = ([float.fromhex(loss) for loss in record.losses] for record in records)
         except (ProgramGone, LeverFailed) as error:
             found.why_not = why_gone(error)
         finally:
-            for entrant in entrants:
-                tuning.arena.dismiss(entrant.trial)
+            for candidate in candidates:
+                tuning.interleaver.dismiss(candidate.trial)
         tuning.session.named.append(found)
         tuning.note(found.plan, "by name", found.ratio, found.why_not, start_s)

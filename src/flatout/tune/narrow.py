@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.engine.guard import repeats_itself, shake_for, start_agrees
+from flatout.engine.guard import perturbation_for, repeats_itself, start_agrees
+from flatout.plan.enums import Effect
 from flatout.plan.records import GuardRecord, TrialRecord
-from flatout.plan.words import Effect
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import Candidate, plan_of
-from flatout.tune.together import Asked, measure_together, step_again
+from flatout.tune.comparison import ProgramRequest, measure_together, step_again
 from flatout.tune.tuning import COMPILE_S, FEWEST_PAIRS, Tuning, why_gone
 
 AT_ONCE = 2
@@ -26,7 +26,7 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     Returns the rest and the replica's findings about it; None if there was nothing to check.
     """
     checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
-    if not checked or tuning.arena.unit != "step":
+    if not checked or tuning.interleaver.unit != "step":
         return tuned, None
     expected_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
     # Levers that need no check can still be confirmed
@@ -38,13 +38,13 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     if plain is None:
         return tuned, {"failure": "there was no time to start the plain program"}
     tuning.watcher.stage("guard", "replaying one step plainly, with the levers, and in float64")
-    patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+    timeout_s = 60 + 40 * tuning.interleaver.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
     try:
-        answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
+        answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
         rejected = _reject(tuned, answer)
         if rejected and len(rejected) < len(checked):
             checked = [c for c in checked if c not in rejected]
-            answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
+            answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
             rejected += _reject(tuned, answer)
     except ProgramGone as gone:
         return tuned, {"failure": f"the program failed while the guard replayed a step ({why_gone(gone)})"}
@@ -93,10 +93,10 @@ def _failing_alone(tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[
     for at in range(0, len(suspects), AT_ONCE):
         some = suspects[at:at + AT_ONCE]
         tuning.watcher.stage("guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone")
-        asked = [Asked(plan_of([c]), (), seed, "record") for c in some]
-        for candidate, seen in zip(some, measure_together(tuning.arena, asked, 0.0, tuning.patience_s), strict=True):
-            shaken = tuning.shaken.get(shake_for(candidate.effect), ())
-            check = start_agrees(candidate.effect, plain[seed], seen.record, shaken) if seen.record is not None else None
+        asked = [ProgramRequest(plan_of([c]), (), seed, "record") for c in some]
+        for candidate, seen in zip(some, measure_together(tuning.interleaver, asked, 0.0, tuning.timeout_s), strict=True):
+            perturbed = tuning.perturbed.get(perturbation_for(candidate.effect), ())
+            check = start_agrees(candidate.effect, plain[seed], seen.record, perturbed) if seen.record is not None else None
             if check is not None and not check.passed:
                 candidate.reject(f"the guard: under {candidate.lever.name} alone, {check.why}")
                 found.append(candidate)

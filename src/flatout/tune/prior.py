@@ -69,13 +69,13 @@ def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
     return tuple(kinds) or ((DENSE,) if names else ())
 
 
-def kinds_of(scene: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
     """Return the kinds of a program.
 
-    ``scene`` is the ``describe`` of the training context, with class names in ``layers``. ``phases`` holds
+    ``context`` is the ``describe`` of the training context, with class names in ``layers``. ``phases`` holds
     ``median_ms`` and ``share`` for each phase of a step. Missing information omits its axis.
     """
-    kinds = list(layer_kinds(scene.get("layers", ())))
+    kinds = list(layer_kinds(context.get("layers", ())))
     step_ms = sum(phase["median_ms"] for phase in phases.values())
     if step_ms > 0:
         kinds.append(TINY_STEPS if step_ms < TINY_STEP_MS else LONG_STEPS)
@@ -112,7 +112,7 @@ def committed_entries() -> Entries:
         return {}
 
 
-def priors(facts: Facts, scene_description: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]],
+def priors(facts: Facts, context_description: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]],
            entries: Entries | None = None) -> Callable[[str, Value], Prior]:
     """Return a function from lever and value to the prior in this program; NEUTRAL without an entry.
 
@@ -120,8 +120,8 @@ def priors(facts: Facts, scene_description: Mapping[str, Any], phases: Mapping[s
     CPUs without it, and vice versa, with a wider standard deviation. The narrower of the two priors counts.
     """
     table = committed_entries() if entries is None else entries
-    kinds = kinds_of(scene_description, phases)
-    device = device_kind(facts, scene_description.get("device"))
+    kinds = kinds_of(context_description, phases)
+    device = device_kind(facts, context_description.get("device"))
 
     where = {CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)), CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR))}.get(device, ((device, 1.0),))
 

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.measure.clock import seconds
-from flatout.measure.pace import imbalance, lost_ms, paces
+from flatout.measure.rank_balance import imbalance, lost_ms, paces
 from flatout.measure.statistics import compare, mean
+from flatout.plan.enums import Moment, Origin
 from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Ratio
-from flatout.plan.words import Moment, Origin
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import MOST_ROUNDS, Entrant
+from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
 from flatout.tune.rehearsal import LEVER as DIVIDES
 from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
@@ -63,42 +63,42 @@ def beside_one_process(tuning: Tuning) -> None:
     elif found.ratio is None:
         tuning.watcher.stage("ranks", f"{found.procs} ranks against one process")
         try:
-            alone = tuning.arena.enter(Plan(), 0, 60 + 8 * tuning.start_cost_s, alone=True)
+            alone = tuning.interleaver.enter(Plan(), 0, 60 + 8 * tuning.start_cost_s, alone=True)
         except ProgramGone as gone:
             found.why_not = f"one process could not be measured together with the ranks: {why_gone(gone)}"
         else:
             found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.budget_s)
             found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
             tuning.note(f"{found.procs} ranks", "processes", found.ratio, found.why_not, start_s, against="one process")
-            tuning.arena.dismiss(alone.trial)
+            tuning.interleaver.dismiss(alone.trial)
     _listen(tuning)
     tuning.save()
 
 
-def _compared(tuning: Tuning, alone: Entrant, until_s: float) -> Ratio | None:
+def _compared(tuning: Tuning, alone: RunningCandidate, until_s: float) -> Ratio | None:
     assert tuning.observed is not None
     assert tuning.session.ranks is not None
     try:
-        return compare([tuning.arena.pair(alone.trial, tuning.observed, MOST_ROUNDS, until_s)])
+        return compare([tuning.interleaver.pair(alone.trial, tuning.observed, MOST_ROUNDS, until_s)])
     except ProgramGone as gone:
         tuning.session.ranks.why_not = f"the ranks could not be compared with one process: {why_gone(gone)}"
         return None
 
 
 def _listen(tuning: Tuning) -> None:
-    found, trial, arena = tuning.session.ranks, tuning.observed, tuning.arena
-    if found is None or trial is None or trial not in arena.running or arena.unit != "step":
+    found, trial, interleaver = tuning.session.ranks, tuning.observed, tuning.interleaver
+    if found is None or trial is None or trial not in interleaver.running or interleaver.unit != "step":
         return
-    steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(arena.tick_ms, 1e-3))))
+    steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(interleaver.tick_ms, 1e-3))))
     tuning.watcher.stage("ranks", "the pace of each rank")
     try:
-        answer = trial.listen("pace", arena.deadline(steps + 2), everywhere=True, ticks=steps)
+        answer = trial.listen("pace", interleaver.deadline(steps + 2), everywhere=True, ticks=steps)
     except (ProgramGone, LeverFailed) as error:
         answer = {"why_not": why_gone(error)}
     if "ranks" not in answer or any("why_not" in each for each in answer["ranks"]):
         said = answer.get("why_not") or next(each["why_not"] for each in answer["ranks"] if "why_not" in each)
         found.why_not = found.why_not or f"the pace of the ranks could not be measured: {said}"
         return
-    heard = answer["ranks"]
-    found.paces, found.lost_ms, found.imbalance = paces(heard), lost_ms(heard), imbalance(heard)
-    found.sent_bytes = mean([sent for each in heard for sent in each["sent_bytes"]])
+    recorded = answer["ranks"]
+    found.paces, found.lost_ms, found.imbalance = paces(recorded), lost_ms(recorded), imbalance(recorded)
+    found.sent_bytes = mean([sent for each in recorded for sent in each["sent_bytes"]])

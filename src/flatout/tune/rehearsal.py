@@ -33,8 +33,8 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.witness import BY_GROUP, ENTRY, STEPS
-from flatout.tune.divides_itself import how, meant, missing
+from flatout.trial.reference_run import BY_GROUP, ENTRY, STEPS
+from flatout.tune.already_parallel import how, meant, missing
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
 
 LEVER = "data_parallel"
@@ -88,7 +88,7 @@ class Rehearsal:
         self.stage("rehearsing", "the first steps as one process")
         alone = True  # the reference run is one process
         try:
-            witness = self._heard(self.command, Plan())
+            reference = self._observed(self.command, Plan())
         except ProgramGone as gone:
             if gone.record.status == "ended":
                 return self._refused(f"it ended before {STEPS} training steps were done, so there is too little to compare")
@@ -96,40 +96,40 @@ class Rehearsal:
                 return self._divides_itself(f"it must be started by torchrun ({missing(gone.record)} is not set)", BY_GROUP)
             if self.shard == NEVER or not ran_out(gone.record):
                 raise _failed(gone.record) from None
-            witness, alone = self._divided_witness(gone.record), False
-        self._memory(witness, alone)
-        self.found.losses = _numbers(witness["losses"])
-        if witness["divides_itself"]:
-            return self._divides_itself(how(witness["divides_itself"]), witness["divides_itself"])
-        found = self._compared(witness)
+            reference, alone = self._sharded_reference(gone.record), False
+        self._memory(reference, alone)
+        self.found.losses = _numbers(reference["losses"])
+        if reference["divides_itself"]:
+            return self._divides_itself(how(reference["divides_itself"]), reference["divides_itself"])
+        found = self._compared(reference)
         if found.division is None and found.shards and self.shard == AUTO and alone:
             found.memory += f"; not sharded after all: {found.why_not}"
             found.shards, found.why_not = False, ""
-            found = self._compared(witness)
+            found = self._compared(reference)
         return found
 
-    def _divided_witness(self, record: TrialRecord) -> dict[str, Any]:
+    def _sharded_reference(self, record: TrialRecord) -> dict[str, Any]:
         """Run the reference as ranks, because one process runs out of memory. Raises ProgramFailed."""
         self.stage("rehearsing", f"one process ran out of memory: the first steps as {self.procs} ranks with sharded weights and whole batches")
         try:
-            return self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
+            return self._observed(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
         except ProgramGone as gone:
             raise _failed(record, f"; {self.procs} ranks with sharded weights fail too: {gone.record.last_line}") from None
 
-    def _memory(self, witness: dict[str, Any], alone: bool) -> None:
-        found = verdict(self.shard if alone else ALWAYS, witness["held"], witness["device"], self.facts, self.procs)
+    def _memory(self, reference: dict[str, Any], alone: bool) -> None:
+        found = verdict(self.shard if alone else ALWAYS, reference["held"], reference["device"], self.facts, self.procs)
         self.found.shards = found.divides
         self.found.memory = found.sentence if alone else f"one process ran out of memory; {found.sentence.removesuffix(', as requested')}"
 
-    def _compared(self, witness: dict[str, Any]) -> Rehearsed:
+    def _compared(self, reference: dict[str, Any]) -> Rehearsed:
         why = ""
-        for batches in self._ways(witness):
+        for batches in self._ways(reference):
             for reduction in ("mean", "sum"):
-                division = {"batches": batches, "reduction": reduction, "loaders": ",".join(map(str, witness["fed"])), "batchnorm": "all", "draws": "all"}
+                division = {"batches": batches, "reduction": reduction, "loaders": ",".join(map(str, reference["fed"])), "batchnorm": "all", "draws": "all"}
                 self.stage("rehearsing", f"the same steps as {self.procs} ranks, {WAYS[batches].format(reduction)}")
-                refused = self._tried(division, witness)
+                refused = self._tried(division, reference)
                 if refused is None:
-                    self.found.division = self._real_division(division, witness)
+                    self.found.division = self._real_division(division, reference)
                     self.found.why_not = ""
                     return self.found
                 why = why or refused
@@ -137,36 +137,36 @@ class Rehearsal:
                     break
         return self._refused(why)
 
-    def _ways(self, witness: dict[str, Any]) -> tuple[str, ...]:
+    def _ways(self, reference: dict[str, Any]) -> tuple[str, ...]:
         """Return the ways to split the batches, fastest first.
 
         A batch the script sees whole is fetched whole by every rank.
         """
-        return ("whole",) if self.whole else ("cut", "whole") if witness["fed"] else ("door", "whole")
+        return ("whole",) if self.whole else ("cut", "whole") if reference["fed"] else ("door", "whole")
 
-    def _tried(self, division: dict[str, Any], witness: dict[str, Any]) -> str | None:
+    def _tried(self, division: dict[str, Any], reference: dict[str, Any]) -> str | None:
         """Try a split; return why it does not compute the same as one process, or None if it does."""
         self.found.ranks_losses = []
         try:
-            ranks = self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.found.shards))))
+            ranks = self._observed(self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.found.shards))))
         except ProgramGone as gone:
-            return self._why_failed(gone.record, witness)
+            return self._why_failed(gone.record, reference)
         if not ranks["applied"] or ranks["skipped"]:
             return str(ranks["skipped"][0]["reason"]) if ranks["skipped"] else "no lever was applied"
-        self._compare(witness, ranks)
-        return None if self._holds() or self._carries_rounding_as_far(witness) else self._why(witness)
+        self._compare(reference, ranks)
+        return None if self._holds() or self._carries_rounding_as_far(reference) else self._why(reference)
 
-    def _heard(self, command: Command, plan: Plan, last_places: float = 0.0) -> dict[str, Any]:
+    def _observed(self, command: Command, plan: Plan, last_places: float = 0.0) -> dict[str, Any]:
         """Run the first steps and return what was recorded. Raises ProgramGone."""
-        with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, wishes={"last_places": last_places}) as trial:
+        with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, requested={"last_places": last_places}) as trial:
             return trial.wait_ready(seconds() + START_S)
 
-    def _real_division(self, rehearsed: dict[str, Any], witness: dict[str, Any]) -> dict[str, Any]:
-        by_index = rehearsed["batches"] == "cut" and all(_by_index(witness["loaders"][at]) for at in witness["fed"])
+    def _real_division(self, rehearsed: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+        by_index = rehearsed["batches"] == "cut" and all(_by_index(reference["loaders"][at]) for at in reference["fed"])
         return {**rehearsed, "batches": "index" if by_index else rehearsed["batches"], "batchnorm": "own", "draws": "own"}
 
-    def _compare(self, witness: dict[str, Any], ranks: dict[str, Any]) -> None:
-        self.found.gradient_error = _gradient_error(ranks["gradients"], witness["gradients"])
+    def _compare(self, reference: dict[str, Any], ranks: dict[str, Any]) -> None:
+        self.found.gradient_error = _gradient_error(ranks["gradients"], reference["gradients"])
         self.found.ranks_losses = _numbers(ranks["losses"])
         self.found.loss_error = self._loss_error(self.found.ranks_losses, self.found.losses)
 
@@ -182,7 +182,7 @@ class Rehearsal:
             return False
         return found.gradient_error <= max(GRADIENT, CARRIED * gradient) and found.loss_error <= max(LOSS, CARRIED * loss)
 
-    def _carries_rounding_as_far(self, witness: dict[str, Any]) -> bool:
+    def _carries_rounding_as_far(self, reference: dict[str, Any]) -> bool:
         """Whether one process amplifies rounding just as much.
 
         Some programs do, such as deep networks without a warm-up, or two competing networks. The reference
@@ -194,10 +194,10 @@ class Rehearsal:
         if self.rounding is None:
             self.stage("rehearsing", "the first steps as one process with weights perturbed in the last place, to see how far rounding spreads")
             try:
-                moved = self._heard(self.command, Plan(), last_places=1.0)
+                moved = self._observed(self.command, Plan(), last_places=1.0)
             except ProgramGone:
                 return False
-            self.rounding = _gradient_error(moved["gradients"], witness["gradients"]) or 0.0, self._loss_error(_numbers(moved["losses"]), found.losses)
+            self.rounding = _gradient_error(moved["gradients"], reference["gradients"]) or 0.0, self._loss_error(_numbers(moved["losses"]), found.losses)
         gradient, loss = self.rounding
         if self._holds(gradient, loss):
             found.notes.append(f"gradients differ by {found.gradient_error:.2g} and losses by {found.loss_error:.2g}; perturbing the weights in the last place makes "
@@ -216,20 +216,20 @@ class Rehearsal:
         self.found.instead = meant(way, self.command, self.procs)
         return self._refused(why)
 
-    def _why_failed(self, record: TrialRecord, witness: dict[str, Any]) -> str:
+    def _why_failed(self, record: TrialRecord, reference: dict[str, Any]) -> str:
         said = record.last_line
         _, ours, sentence = said.rpartition("CannotDivide: ")
-        if witness["fed"]:
+        if reference["fed"]:
             return sentence if ours else f"split over {self.procs} ranks it fails: {said}"
         return f"{OWN_BATCHES}: {sentence if ours else said}"
 
-    def _why(self, witness: dict[str, Any]) -> str:
+    def _why(self, reference: dict[str, Any]) -> str:
         found = self.found
         if found.gradient_error is None:
             return "its first step has no gradient, so there is nothing to compare"
         off = (f"split over {self.procs} ranks, the gradients of the first step differ by {found.gradient_error:.2g} of their length, the losses of the first "
                f"steps by {found.loss_error:.2g}")
-        if not witness["fed"]:
+        if not reference["fed"]:
             return f"{OWN_BATCHES}: {off}"
         return (f"its loss is neither a mean nor a sum over samples: {off}. Samples may depend on each other (contrastive losses, mixed samples), or something else may "
                 "depend on the batch size")

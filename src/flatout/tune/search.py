@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.plan import Plan
-from flatout.plan.records import SessionRecord, Side, TrialRecord
+from flatout.plan.records import ProgramFigures, SessionRecord, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import ask_options
 from flatout.tune.candidates import consider, without_long_starts
 from flatout.tune.conclude import noise_of
 from flatout.tune.confirm import settle
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit
+from flatout.tune.interleaver import ask_options
 from flatout.tune.named import by_name
 from flatout.tune.narrow import check_a_step
 from flatout.tune.ranks import beside_one_process, unfit
@@ -52,7 +52,7 @@ def search(tuning: Tuning) -> SessionRecord:
             tuning.session.noise_floor = noise_of(tuning)
         tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
     finally:
-        tuning.arena.close()
+        tuning.interleaver.close()
         tuning.save()
     return tuning.session
 
@@ -61,26 +61,26 @@ def observe(tuning: Tuning) -> None:
     """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
     tuning.watcher.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.arena.enter(Plan(), 0, patience_s=_patience_s(tuning.goal.budget_s))
+        plain = tuning.interleaver.enter(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
-    ready, arena = plain.trial.ready, tuning.arena
+    ready, interleaver = plain.trial.ready, tuning.interleaver
     for left in ready["skipped"]:  # levers that every program of the search needs
         raise NothingMeasured(f"{left['name']} could not be applied: {left['reason']}")
     tuning.observed, tuning.start_cost_s, tuning.warm_ticks = plain.trial, plain.start_s, ready["ticks"]
-    arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
+    interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.copies = ready["copies"]
-    tuning.session.scene = answer["scene"]
-    arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
+    tuning.session.context = answer["context"]
+    interleaver.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["context"]["loaders"]), default=0)
     tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None, tuning.base, unfit)
     tuning.settle_budget()
-    without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.budget_s)
-    tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
+    without_long_starts(tuning.candidates, answer["context"]["loaders"], ready, LONGEST_START * tuning.budget_s)
+    tuning.session.baseline = ProgramFigures(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()
 
 
-def _patience_s(budget_s: float | None) -> float:
+def _timeout_s(budget_s: float | None) -> float:
     """Return the timeout for the plain program to become ready."""
     return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 

@@ -11,12 +11,12 @@ from flatout import __version__
 from flatout.launch.command import Command
 from flatout.levers import TABLE
 from flatout.measure.clock import today
+from flatout.plan.enums import Effect
 from flatout.plan.errors import StorageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import FOLDER, JobFolder, read_json, write_json, write_whole
 from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
-from flatout.plan.words import Effect
 
 DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
              "python": "another Python", "ranks": "another number of ranks", "device": "another device"}

@@ -19,7 +19,7 @@ KILLED = (-9, 137)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ShardingDecision:
     """Whether to shard.
 
     ``sentence`` has both figures; it is empty if memory is ample and nothing is sharded.
@@ -45,18 +45,18 @@ def memory_of_a_rank(facts: Facts, procs: int, device: str) -> tuple[int, str]:
     return facts.memory_bytes // procs, f"a rank (the machine's memory over {procs})"
 
 
-def verdict(wish: str, held: Mapping[str, int], device: str, facts: Facts, procs: int) -> Verdict:
+def verdict(request: str, held: Mapping[str, int], device: str, facts: Facts, procs: int) -> ShardingDecision:
     """Decide from ``held``, the bytes of weights, gradients and optimizer state in one process."""
     total = sum(held.values())
     has, whose = memory_of_a_rank(facts, procs, device)
-    divides = wish == ALWAYS or (wish == AUTO and bool(has) and total > ROOM * has)
+    divides = request == ALWAYS or (request == AUTO and bool(has) and total > ROOM * has)
     if not divides and (not has or total < WORTH_SAYING * has):
-        return Verdict(False)
+        return ShardingDecision(False)
     parts = ", ".join(f"{name} {legible(size)}" for name, size in held.items())
     figures = f"weights, gradients and optimizer state take {legible(total)} ({parts}); {whose} has {legible(has) if has else 'an unknown amount of memory'}"
     if not divides:
-        return Verdict(False, f"{figures}: each rank keeps a full copy" + (" (--shard always shards them)" if wish == AUTO else ""))
-    return Verdict(True, f"{figures}: each of the {procs} ranks keeps a shard" + (", as requested" if wish == ALWAYS else ""))
+        return ShardingDecision(False, f"{figures}: each rank keeps a full copy" + (" (--shard always shards them)" if request == AUTO else ""))
+    return ShardingDecision(True, f"{figures}: each of the {procs} ranks keeps a shard" + (", as requested" if request == ALWAYS else ""))
 
 
 def legible(size: float) -> str:

@@ -10,21 +10,21 @@ from flatout.engine.batch_slices import PLAYS, samples_played
 from flatout.engine.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
+from flatout.plan.enums import Effect
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Contest, Ratio, SessionRecord, TrialRecord
-from flatout.plan.words import Effect
+from flatout.plan.records import ComparisonRecord, Ratio, SessionRecord, TrialRecord
 from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.arena import Arena, Entrant
 from flatout.tune.candidates import Candidate, in_order
-from flatout.tune.effects import Block, Estimate, Fitted, Space, fit
-from flatout.tune.elsewhere import Elsewhere
-from flatout.tune.noise import Disturbance
+from flatout.tune.comparison import ProgramResult, Row
+from flatout.tune.disturbance import Disturbance
+from flatout.tune.effects import Estimate, Fitted, Space, TimedBlock, fit
+from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.prior import priors
-from flatout.tune.together import Row, Seen
+from flatout.tune.remote import RemoteNodes
 
 PAIRS = 3
 FEWEST_PAIRS = 2
@@ -75,26 +75,26 @@ class Tuning:
     save_session: Callable[[SessionRecord], None] = lambda session: None
     base: Plan | None = None  # applies to every program of the search: how it is split over ranks
     alone: Command | None = None  # starts one process when ``command`` starts several
-    elsewhere: Elsewhere | None = None  # remote machines that run independent comparisons at the same time
+    elsewhere: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
         self.start_s = seconds() - self.session.spent_s
         self.budget_s = self.goal.budget_s or USUAL_BUDGET_S
-        self.arena = Arena(self.command, self.job, self.facts, self.base, self.alone)
+        self.interleaver = Interleaver(self.command, self.job, self.facts, self.base, self.alone)
         self.candidates: dict[str, Candidate] = {}
         self.start_cost_s = 5.0  # from the start of a program until its steps are steady
         self.copies = 9  # how many copies of the program fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
         # Plain runs, by the size of the perturbation of their weights
-        self.shaken: dict[float, list[TrialRecord]] = {}
+        self.perturbed: dict[float, list[TrialRecord]] = {}
         # The plain program exceeds the limit, so a plan that fits is adopted even if it is slower
         self.must_fit = False
         self.disturbance = Disturbance(self.facts.cores)
         # The measurements: blocks of each program, their active factors, and the model fitted to them.
         self.space = Space((), frozenset(), {}, frozenset())
         self.choices: dict[str, Choice] = {}  # by factor key
-        self.blocks: list[Block] = []
+        self.blocks: list[TimedBlock] = []
         self.fitted: Fitted | None = None
         self.processes = 0
         self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
@@ -115,7 +115,7 @@ class Tuning:
     def settle_budget(self) -> None:
         """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
-            quick = self.start_cost_s <= QUICK_START_S and self.arena.tick_ms <= QUICK_STEP_MS
+            quick = self.start_cost_s <= QUICK_START_S and self.interleaver.tick_ms <= QUICK_STEP_MS
             more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None or self._expects_much_of_a_compiler
             self.budget_s = USUAL_BUDGET_S if quick and not more else LONGER_BUDGET_S
             self.session.budget_s = self.budget_s
@@ -124,7 +124,7 @@ class Tuning:
     @property
     def _expects_much_of_a_compiler(self) -> bool:
         """Whether a lever with a long warm-up usually pays off here, which justifies a longer search."""
-        prior = priors(self.facts, self.session.scene, {})
+        prior = priors(self.facts, self.session.context, {})
         return any(prior(c.lever.name, value).mean <= MUCH for c in self.candidates.values() if c.open and c.lever.warms_up for value in c.values)
 
     def starts_s(self, programs: int) -> float:
@@ -140,7 +140,7 @@ class Tuning:
     @property
     def _warm_s(self) -> float:
         """The part of a start that the program spends training."""
-        return min(self.start_cost_s, (self.warm_ticks + 1) * self.arena.tick_ms / 1000)
+        return min(self.start_cost_s, (self.warm_ticks + 1) * self.interleaver.tick_ms / 1000)
 
     @property
     def rounds(self) -> int:
@@ -150,20 +150,20 @@ class Tuning:
         """
         starts_s = self.starts_s(2)
         fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.budget_s / PAIRS - starts_s) / 2)
-        return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.arena.block_s, 0.1))))
+        return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.interleaver.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
         """Seconds for one confirming pair: two programs that start together, and their blocks."""
-        return self.starts_s(2) + 2.1 * self.rounds * self.arena.block_s + 1
+        return self.starts_s(2) + 2.1 * self.rounds * self.interleaver.block_s + 1
 
     @property
     def replica_s(self) -> float:
         """Seconds to replay a step: capture some steps, replay them, train the network on one of them."""
-        step_s = self.arena.tick_ms / 1000
-        slow = self.arena.tick_ms > SLOW_MS
-        batch = max((loader["batch_size"] or 0 for loader in self.session.scene.get("loaders", ())), default=0)
-        share = samples_played(batch, self.arena.tick_ms) / batch if batch else 1.0
+        step_s = self.interleaver.tick_ms / 1000
+        slow = self.interleaver.tick_ms > SLOW_MS
+        batch = max((loader["batch_size"] or 0 for loader in self.session.context.get("loaders", ())), default=0)
+        share = samples_played(batch, self.interleaver.tick_ms) / batch if batch else 1.0
         return (STEPS_OF_A_LARGE_MODEL if slow else STEPS) * step_s + PLAYS * step_s * share + (0.0 if slow else SHARPENING_S)
 
     @property
@@ -186,7 +186,7 @@ class Tuning:
         return self.fit_until_s - (FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0)
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """The timeout for a program to become ready."""
         return 120 + 4 * self.start_cost_s
 
@@ -200,20 +200,20 @@ class Tuning:
 
     # -- programs and records ---------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None, shake: float = 0.0) -> Entrant:
+    def enter(self, plan: Plan, seed: int = 0, timeout_s: float | None = None, perturbation: float = 0.0) -> RunningCandidate:
         """Start a program under a plan; it is ready and paused on return.
 
         Raises ProgramGone, or LeverFailed if a lever could not be applied.
         """
-        entrant = self.arena.enter(plan, seed, patience_s or self.patience_s, shake)
-        for left in entrant.trial.ready.get("skipped", ()):
-            self.arena.dismiss(entrant.trial)
+        running_candidate = self.interleaver.enter(plan, seed, timeout_s or self.timeout_s, perturbation)
+        for left in running_candidate.trial.ready.get("skipped", ()):
+            self.interleaver.dismiss(running_candidate.trial)
             raise LeverFailed(left["name"], left["reason"])
-        return entrant
+        return running_candidate
 
     def plain_again(self) -> Trial | None:
         """Return the observed plain program, or a new one if it has ended; None if time is too short."""
-        if self.observed is not None and self.observed in self.arena.running:
+        if self.observed is not None and self.observed in self.interleaver.running:
             return self.observed
         if self.allowed_s(overrun=True) < self.start_cost_s:
             return None
@@ -231,12 +231,12 @@ class Tuning:
         """Return the choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
-    def keep_blocks(self, process: int, on: Sequence[frozenset[str]], seen: Seen, seed: int, host: str = "") -> None:
+    def keep_blocks(self, process: int, on: Sequence[frozenset[str]], seen: ProgramResult, seed: int, host: str = "") -> None:
         """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row."""
         self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
         for block in seen.blocks:
-            window = seed * WINDOWS_A_SEED + block.tick // self.arena.window_ticks
-            self.blocks.append(Block(process, on[block.row], block.at_s - self.start_s, window, block.ms, host))
+            window = seed * WINDOWS_A_SEED + block.tick // self.interleaver.window_ticks
+            self.blocks.append(TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host))
         self.session.blocks = [{"process": b.process, "on": sorted(b.on), "at_s": round(b.at_s, 2), "window": b.window, "ms": b.ms, "host": b.host}
                                for b in self.blocks]
 
@@ -253,12 +253,12 @@ class Tuning:
     def keep_observed(self) -> None:
         """End the observed program and keep its first losses."""
         plain, self.observed = self.observed, None
-        if plain is not None and plain in self.arena.running:
+        if plain is not None and plain in self.interleaver.running:
             self.furthest_plain = max(self.furthest_plain, plain.ticks_done)
             self.keep_first_plain(plain.finish())
-            self.arena.dismiss(plain)
+            self.interleaver.dismiss(plain)
 
-    def blocks_of(self, space: Space) -> list[Block]:
+    def blocks_of(self, space: Space) -> list[TimedBlock]:
         """Return the blocks whose active factors are all in ``space``."""
         return [block for block in self.blocks if block.on <= space.index.keys()]
 
@@ -298,11 +298,11 @@ class Tuning:
         return self.fitted
 
     def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain", host: str = "") -> None:
-        self.watcher.contest(plan, ratio, note)
-        contest = Contest(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host)
+        self.watcher.comparison(plan, ratio, note)
+        comparison = ComparisonRecord(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host)
         if ratio is not None:
-            contest.ratio, contest.low, contest.high, contest.n = ratio.median, ratio.low, ratio.high, ratio.n
-        self.session.contests.append(contest)
+            comparison.ratio, comparison.low, comparison.high, comparison.n = ratio.median, ratio.low, ratio.high, ratio.n
+        self.session.comparisons.append(comparison)
         self.save()
 
     def save(self) -> None:

@@ -8,7 +8,7 @@ import transformers
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.capture.scene import Scene
+from flatout.capture.training_context import TrainingContext
 from flatout.kernels import attention_deferred as deferred
 from flatout.levers.attention import LEVER
 
@@ -28,12 +28,12 @@ found = {}
 for name, config in MODELS.items():
     for ours in (False, True):
         torch.manual_seed(0)
-        scene, before, losses = Scene(torch, Listener(), Ledger()), deferred.COUNT[0], []
+        context, before, losses = TrainingContext(torch, Listener(), Ledger()), deferred.COUNT[0], []
         model = getattr(transformers, name)(config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scene.introduce([model], [optimizer], [])
+        context.introduce([model], [optimizer], [])
         if ours:
-            LEVER.apply(scene, True, scene.ledger)
+            LEVER.apply(context, True, context.ledger)
         for step in range(STEPS):
             torch.manual_seed(step)
             loss = model(input_ids=tokens, attention_mask=padding, labels=tokens).loss
@@ -41,6 +41,6 @@ for name, config in MODELS.items():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        scene.ledger.restore()
+        context.ledger.restore()
         found.setdefault(name, []).append([losses, deferred.COUNT[0] - before])
 print(json.dumps(found))

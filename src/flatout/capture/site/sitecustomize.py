@@ -2,7 +2,7 @@
 
 It must never harm a script.
 
-Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED, FLATOUT_PULSE and FLATOUT_DEVICE it only runs the
+Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DATA_PARALLEL, FLATOUT_HEARTBEAT and FLATOUT_DEVICE it only runs the
 sitecustomize that it hides.
 """
 
@@ -14,8 +14,8 @@ def _enter() -> None:
     job, entry = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
     if job and not os.path.exists(job):  # its run is over
         job = None
-    divided = "FLATOUT_DIVIDED" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
-    watched = os.environ.get("FLATOUT_PULSE")
+    divided = "FLATOUT_DATA_PARALLEL" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    watched = os.environ.get("FLATOUT_HEARTBEAT")
     if watched and not os.path.isdir(watched):  # the monitor has ended
         watched = None
     asked = os.environ.get("FLATOUT_DEVICE")
@@ -29,9 +29,9 @@ def _enter() -> None:
         _become_rank()
     try:
         if watched:
-            from flatout.capture import pulse
+            from flatout.capture import heartbeat
 
-            pulse.install(watched)
+            heartbeat.install(watched)
         if asked:
             from flatout.capture import device
 
@@ -44,9 +44,9 @@ def _enter() -> None:
         sys.stderr.write(f"flatout: could not attach ({type(error).__name__}: {error}); the script runs without flatout\n")
     try:
         if entry:
-            from flatout.capture import lastwords
+            from flatout.capture import crash_report
 
-            lastwords.install(entry, home)
+            crash_report.install(entry, home)
     except Exception:
         pass  # a script that does not fail never needs it
     # hooks that act only at the end leave sys.path unchanged
@@ -56,9 +56,9 @@ def _enter() -> None:
 
 def _become_rank() -> None:
     try:
-        from flatout.capture import standing
+        from flatout.capture import rank_environment
 
-        standing.enter(os.environ)
+        rank_environment.enter(os.environ)
     except Exception as error:  # otherwise each rank would train by itself
         sys.stderr.write(f"flatout: this process cannot become a rank: {error}\n")
         sys.stderr.flush()

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
-from flatout.launch.asking import Asked
+from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.ceilings import machine_key
 from flatout.measure.clock import seconds, today
 from flatout.plan.ceilings import Ceiling, CeilingsRecord
 from flatout.plan.errors import NothingMeasured
 from flatout.plan.facts import Facts
 from flatout.plan.folder import json_lines
-from flatout.plan.sight import Ran
+from flatout.plan.machine_snapshot import CommandResult
 
 LIMIT_S = 240.0
 REDUCING_LIMIT_S = 60.0
@@ -35,7 +35,7 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
         out = Path(place) / "figures.jsonl"
         tell("matrix products, memory, copies, disk, loader")
-        run = Asked([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(LIMIT_S)
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(LIMIT_S)
         for line in json_lines(out):
             if isinstance(line.get("ceiling"), dict):
                 record.ceilings.append(Ceiling.from_json(line["ceiling"]))
@@ -52,7 +52,7 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
 
 def _all_reduce(place: Path, environment: dict[str, str]) -> Ceiling:
     out, meeting, until = place / "reduced.json", place / "meeting", seconds() + REDUCING_LIMIT_S
-    ranks = [Asked([*PYTHON, "flatout.measure.reducing", str(rank), str(meeting), str(out)], environment) for rank in range(2)]
+    ranks = [TimedCommand([*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(meeting), str(out)], environment) for rank in range(2)]
     runs = [rank.answer(max(until - seconds(), 1.0)) for rank in ranks]
     for found in json_lines(out):
         return Ceiling.from_json(found)
@@ -64,7 +64,7 @@ def _machine(facts: Facts) -> dict[str, Any]:
             "torch": facts.versions.get("torch", "")}
 
 
-def _why(run: Ran) -> str:
+def _why(run: CommandResult) -> str:
     if run.timed_out:
         return "it exceeded its time limit and was stopped"
     last = [line for line in run.said.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
 """A check of a machine: a function of a machine snapshot, with a documentation page and its inputs.
 
 The docstring is the page: the first line says what must hold, then come the sections "Why it matters" and
-"How to mend it". If the snapshot lacks an input of the check, the result is *not seen* and the check does not
+"How to fix it". If the snapshot lacks an input of the check, the result is *not seen* and the check does not
 run: missing data never counts as fine.
 """
 
@@ -14,48 +14,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.rule import section
-from flatout.plan.sight import Check, Sight, Verdict
+from flatout.plan.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
-SECTIONS = ("Why it matters", "How to mend it")
+SECTIONS = ("Why it matters", "How to fix it")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckOutcome:
     verdict: Verdict
     seen: str
-    mend: str = ""
+    fix: str = ""
     evidence: tuple[str, ...] = ()
 
 
-def ok(seen: str) -> Answer:
-    return Answer(Verdict.OK, seen)
+def ok(seen: str) -> CheckOutcome:
+    return CheckOutcome(Verdict.OK, seen)
 
 
-def unseen(seen: str, mend: str = "") -> Answer:
-    return Answer(Verdict.UNSEEN, seen, mend)
+def not_seen(seen: str, fix: str = "") -> CheckOutcome:
+    return CheckOutcome(Verdict.UNSEEN, seen, fix)
 
 
-def note(seen: str, mend: str = "", evidence: Sequence[str] = ()) -> Answer:
-    return Answer(Verdict.NOTE, seen, mend, tuple(evidence))
+def note(seen: str, fix: str = "", evidence: Sequence[str] = ()) -> CheckOutcome:
+    return CheckOutcome(Verdict.NOTE, seen, fix, tuple(evidence))
 
 
-def warning(seen: str, mend: str, evidence: Sequence[str] = ()) -> Answer:
-    return Answer(Verdict.WARNING, seen, mend, tuple(evidence))
+def warning(seen: str, fix: str, evidence: Sequence[str] = ()) -> CheckOutcome:
+    return CheckOutcome(Verdict.WARNING, seen, fix, tuple(evidence))
 
 
-def problem(seen: str, mend: str, evidence: Sequence[str] = ()) -> Answer:
-    return Answer(Verdict.PROBLEM, seen, mend, tuple(evidence))
+def problem(seen: str, fix: str, evidence: Sequence[str] = ()) -> CheckOutcome:
+    return CheckOutcome(Verdict.PROBLEM, seen, fix, tuple(evidence))
 
 
 @dataclass(frozen=True)
-class Question:
+class MachineCheck:
     """A check of a machine. ``needs`` lists inputs: ``file /proc/meminfo``, ``disk /dev/shm`` or a field."""
 
     code: str
     name: str
     theme: str
     page: str
-    ask: Callable[[Sight], Answer]
+    ask: Callable[[MachineSnapshot], CheckOutcome]
     needs: tuple[str, ...] = ()
     gpu: bool = False  # runs only if there is a GPU
 
@@ -66,19 +66,19 @@ class Question:
     def section(self, name: str) -> str:
         return section(self.page, name)
 
-    def answer(self, sight: Sight) -> Check:
-        missing = [need for need in self.needs if not has(sight, need)]
-        found = unseen(f"{_listed(missing)} could not be read") if missing else self.ask(sight)
-        mend = found.mend.replace("sudo ", "") if sight.python.get("root") is True else found.mend
+    def answer(self, snapshot: MachineSnapshot) -> CheckResult:
+        missing = [need for need in self.needs if not has(snapshot, need)]
+        found = not_seen(f"{_listed(missing)} could not be read") if missing else self.ask(snapshot)
+        fix = found.fix.replace("sudo ", "") if snapshot.python.get("root") is True else found.fix
         wrong = found.verdict not in (Verdict.OK, Verdict.UNSEEN)
         why = " ".join(self.section("Why it matters").split()) if wrong else ""
-        return Check(self.code, self.name, self.theme, found.verdict.value, found.seen, why, mend, list(found.evidence))
+        return CheckResult(self.code, self.name, self.theme, found.verdict.value, found.seen, why, fix, list(found.evidence))
 
 
-def question(code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False) -> Callable[[Callable[[Sight], Answer]], Question]:
+def machine_check(code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False) -> Callable[[Callable[[MachineSnapshot], CheckOutcome]], MachineCheck]:
     """Turns a function into a check with the function's name."""
-    def make(ask: Callable[[Sight], Answer]) -> Question:
-        return Question(code, ask.__name__, theme, inspected(ask.__doc__), ask, tuple(needs), gpu)
+    def make(ask: Callable[[MachineSnapshot], CheckOutcome]) -> MachineCheck:
+        return MachineCheck(code, ask.__name__, theme, inspected(ask.__doc__), ask, tuple(needs), gpu)
 
     return make
 
@@ -88,22 +88,22 @@ def inspected(page: str | None) -> str:
     return inspect.cleandoc(page or "")
 
 
-def has(sight: Sight, need: str) -> bool:
+def has(snapshot: MachineSnapshot, need: str) -> bool:
     """Whether the snapshot holds an input."""
     kind, _, rest = need.partition(" ")
     if kind == "file":
-        return sight.files.get(rest) is not None
+        return snapshot.files.get(rest) is not None
     if kind == "folder":
-        return sight.folders.get(rest) is not None
+        return snapshot.folders.get(rest) is not None
     if kind == "run":
-        return rest in sight.runs
+        return rest in snapshot.runs
     if kind == "disk":
-        return rest in sight.disks
+        return rest in snapshot.disks
     if kind == "torch":
-        return isinstance(sight.torch.get(rest), dict)
+        return isinstance(snapshot.torch.get(rest), dict)
     if kind == "python":
-        return sight.python.get(rest) is not None
-    return getattr(sight, need) not in (None, "")  # an empty environment is valid
+        return snapshot.python.get(rest) is not None
+    return getattr(snapshot, need) not in (None, "")  # an empty environment is valid
 
 
 def _listed(needs: Sequence[str]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
-from flatout.diagnose.doctor.graphics import driver_version, gpu_is_here, listing
+from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here, listing
 from flatout.diagnose.doctor.packages import contained, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
-from flatout.diagnose.doctor.versions import Release, versions
-from flatout.plan.sight import Ran, Sight, Verdict
+from flatout.diagnose.doctor.versions import TorchRelease, versions
+from flatout.plan.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
 THEME = "driver"
 
@@ -29,74 +29,74 @@ FAILURES = (
 )
 
 
-@question("FD020", THEME, ["run nvidia-smi"])
-def driver(sight: Sight) -> Answer:
+@machine_check("FD020", THEME, ["run nvidia-smi"])
+def driver(snapshot: MachineSnapshot) -> CheckOutcome:
     """The NVIDIA driver answers.
 
     Why it matters:
         Without a working driver no program reaches the GPU, whatever else is installed.
-    How to mend it:
+    How to fix it:
         Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
         --gpus all`.
     """
-    run, seen, here = sight.runs["nvidia-smi"], listing(sight), gpu_is_here(sight)
+    run, seen, here = snapshot.runs["nvidia-smi"], listing(snapshot), gpu_is_here(snapshot)
     if seen is not None and seen.boards:
         names = [board.name for board in seen.boards]
         said = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else unseen(f"{said}; the driver's version is not reported")
+        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else not_seen(f"{said}; the driver's version is not reported")
     if run.timed_out:
         return problem("nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run))
     if not run.there:
         if here:
-            number = driver_version(sight)
-            if number is None and sight.torch.get("cuda", {}).get("computes") is True:
+            number = driver_version(snapshot)
+            if number is None and snapshot.torch.get("cuda", {}).get("computes") is True:
                 return note("torch reaches the GPU, but nvidia-smi is not available")
             if number:
                 return note(f"driver {number} is loaded, but nvidia-smi is not available", "docker run --gpus all ...")
-            return problem("there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(sight) else
-                           newer_driver(sight))
+            return problem("there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(snapshot) else
+                           newer_driver(snapshot))
         if here is None:
-            return unseen("there is no nvidia-smi, and the PCI bus could not be read")
+            return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
-    for pattern, meaning, mend in FAILURES:
+    for pattern, meaning, fix in FAILURES:
         if pattern.search(run.said):
-            return problem(f"nvidia-smi: {pattern.search(run.said)[0]}: {meaning}", mend, _tail(run))  # type: ignore[index]
+            return problem(f"nvidia-smi: {pattern.search(run.said)[0]}: {meaning}", fix, _tail(run))  # type: ignore[index]
     if run.code not in (0, None):
         return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
-    return unseen("nvidia-smi answered in an unknown format")
+    return not_seen("nvidia-smi answered in an unknown format")
 
 
-def _tail(run: Ran) -> list[str]:
+def _tail(run: CommandResult) -> list[str]:
     return [line for line in run.said.splitlines() if line.strip()][-4:]
 
 
-@question("FD021", THEME, gpu=True)
-def driver_for_cuda(sight: Sight) -> Answer:
+@machine_check("FD021", THEME, gpu=True)
+def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
     """The driver is new enough for torch's CUDA.
 
     Why it matters:
         A program built with CUDA 13 needs driver 580 or newer, a program built with CUDA 12 driver 525 or
         newer. With an older driver torch warns once, "The NVIDIA driver on your system is too old", and
         trains on the processor.
-    How to mend it:
+    How to fix it:
         Install a build of the same torch for an older CUDA (with the given command), or a newer driver.
     """
-    number, build = driver_version(sight), build_of(sight)
+    number, build = driver_version(snapshot), build_of(snapshot)
     here = version(number)
     if here is None:
-        return unseen("the driver's version could not be determined")
+        return not_seen("the driver's version could not be determined")
     if build is None:
-        return unseen(f"driver {number}; the CUDA version of the torch build could not be determined")
+        return not_seen(f"driver {number}; the CUDA version of the torch build could not be determined")
     cuda, table = build.get("cuda"), versions()
     if cuda is None:
         return note(f"driver {number}; torch {build['version']} is a CPU build and does not use it")
     least = table.driver_for(cuda)
     if least is None:
-        return unseen(f"driver {number}; flatout's version table does not list the driver for CUDA {cuda}")
-    computes = isinstance(sight.torch.get("cuda"), dict) and sight.torch["cuda"].get("computes") is True
+        return not_seen(f"driver {number}; flatout's version table does not list the driver for CUDA {cuda}")
+    computes = isinstance(snapshot.torch.get("cuda"), dict) and snapshot.torch["cuda"].get("computes") is True
     if here < least and not computes:
-        return _too_old(sight, str(number), here, str(build["version"]), str(cuda), least)
-    seen = listing(sight)
+        return _too_old(snapshot, str(number), here, str(build["version"]), str(cuda), least)
+    seen = listing(snapshot)
     supports = version(seen.cuda) if seen else None
     said = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
     if here < least:
@@ -106,36 +106,36 @@ def driver_for_cuda(sight: Sight) -> Answer:
     return ok(said)
 
 
-def _too_old(sight: Sight, number: str, here: tuple[int, ...], torch: str, cuda: str, least: tuple[int, ...]) -> Answer:
+def _too_old(snapshot: MachineSnapshot, number: str, here: tuple[int, ...], torch: str, cuda: str, least: tuple[int, ...]) -> CheckOutcome:
     table = versions()
     release = table.release(torch)
     fitting = table.build_for_driver(release, here) if release else None
     said = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
     if fitting:
         return problem(f"{said}. A build of the same torch for CUDA {fitting.cuda} works with this driver", table.install(torch, fitting.tag))
-    return problem(f"{said}. No build of this torch in flatout's version table supports it", newer_driver(sight))
+    return problem(f"{said}. No build of this torch in flatout's version table supports it", newer_driver(snapshot))
 
 
-@question("FD022", THEME, ["environment"])
-def visible_devices(sight: Sight) -> Answer:
+@machine_check("FD022", THEME, ["environment"])
+def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     """CUDA_VISIBLE_DEVICES names existing GPUs.
 
     Why it matters:
         CUDA stops reading the list at the first entry that is not a GPU: "0,7" on a machine with two GPUs
         leaves one, "7" none. An empty list hides all GPUs.
-    How to mend it:
+    How to fix it:
         `unset CUDA_VISIBLE_DEVICES`, or name GPUs that `nvidia-smi -L` lists.
     """
-    value, seen = sight.variable("CUDA_VISIBLE_DEVICES"), listing(sight)
+    value, seen = snapshot.variable("CUDA_VISIBLE_DEVICES"), listing(snapshot)
     if value is None:
         return ok("CUDA_VISIBLE_DEVICES is not set: every GPU is visible")
-    if not gpu_is_here(sight):
+    if not gpu_is_here(snapshot):
         return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was found")
     entries = [entry.strip() for entry in value.split(",")]
     if value.strip() in ("", "-1", "NoDevFiles"):
         return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
     if seen is None or not seen.boards:
-        return unseen(f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with")
+        return not_seen(f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with")
     for at, entry in enumerate(entries):
         if entry.startswith(("GPU-", "MIG-")):
             there = entry.startswith("MIG-") or any((board.uuid or "").startswith(entry) for board in seen.boards)
@@ -151,29 +151,29 @@ def visible_devices(sight: Sight) -> Answer:
     return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {len(seen.boards)} GPUs")
 
 
-@question("FD023", THEME, gpu=True)
-def architectures(sight: Sight) -> Answer:
+@machine_check("FD023", THEME, gpu=True)
+def architectures(snapshot: MachineSnapshot) -> CheckOutcome:
     """This build of torch has kernels for the GPUs.
 
     Why it matters:
         A GPU runs machine code for its own major architecture, or PTX that is not newer than the GPU. If a
         build has neither, the first operation fails with "no kernel image is available for execution on the
         device".
-    How to mend it:
+    How to fix it:
         Install the build of the same torch for the architecture, with the given command.
     """
-    build, seen = build_of(sight), listing(sight)
-    devices = _devices(sight)
+    build, seen = build_of(snapshot), listing(snapshot)
+    devices = _devices(snapshot)
     if not devices:
-        return unseen("the compute capability of the GPUs could not be determined" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
+        return not_seen("the compute capability of the GPUs could not be determined" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
                                                                                 else "; drivers before 510 do not report it"))
     if build is None:
-        return unseen("the installed build of torch could not be determined")
+        return not_seen("the installed build of torch could not be determined")
     if build.get("cuda") is None:
         return note(f"torch {build['version']} is a CPU build")
-    archs = _archs(sight, str(build["version"]), str(build["cuda"]))
+    archs = _archs(snapshot, str(build["version"]), str(build["cuda"]))
     if archs is None:
-        return unseen(f"the architectures of torch {build['version']} could not be determined")
+        return not_seen(f"the architectures of torch {build['version']} could not be determined")
     for name, capability in devices:
         fit = _fit(capability, archs)
         if fit == "none":
@@ -185,8 +185,8 @@ def architectures(sight: Sight) -> Answer:
     return ok(f"code for {', '.join(dict.fromkeys(dotted(capability) for _, capability in devices))} is in this build")
 
 
-def _devices(sight: Sight) -> list[tuple[str, tuple[int, int]]]:
-    seen, torch = listing(sight), sight.torch.get("cuda")
+def _devices(snapshot: MachineSnapshot) -> list[tuple[str, tuple[int, int]]]:
+    seen, torch = listing(snapshot), snapshot.torch.get("cuda")
     found = [(board.name, board.capability) for board in seen.boards if board.capability] if seen else []
     if not found and isinstance(torch, dict):
         for device in torch.get("devices") or ():
@@ -196,9 +196,9 @@ def _devices(sight: Sight) -> list[tuple[str, tuple[int, int]]]:
     return found
 
 
-def _archs(sight: Sight, torch: str, cuda: str) -> list[str] | None:
+def _archs(snapshot: MachineSnapshot, torch: str, cuda: str) -> list[str] | None:
     """The architectures listed by torch ("sm_80", "compute_120") or by the table ("8.0", "12.0+PTX")."""
-    seen = sight.torch.get("cuda")
+    seen = snapshot.torch.get("cuda")
     listed = seen.get("archs") if isinstance(seen, dict) else None
     if isinstance(listed, list) and listed:
         return [str(arch) for arch in listed]
@@ -223,28 +223,28 @@ def _fit(capability: tuple[int, int], archs: list[str]) -> str:
     return "ptx" if any(ptx and have <= capability for have, ptx in codes) else "none"
 
 
-def _another_build(release: Release | None, torch: str, capability: tuple[int, int]) -> str:
+def _another_build(release: TorchRelease | None, torch: str, capability: tuple[int, int]) -> str:
     for build in reversed(release.builds if release else ()):
         if build.capabilities and _fit(capability, list(build.capabilities)) != "none":
             return versions().install(torch, build.tag)
     return "pip install --upgrade torch" if capability >= (7, 5) else 'pip install "torch<2.11" --index-url https://download.pytorch.org/whl/cu126'
 
 
-@question("FD024", THEME, ["torch cuda"])
-def torch_computes(sight: Sight) -> Answer:
+@machine_check("FD024", THEME, ["torch cuda"])
+def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch reaches the GPU, if there is one.
 
     Why it matters:
         `torch.cuda.is_available()` is False if driver, build and variables do not fit. Many scripts then
         silently train on the processor.
-    How to mend it:
+    How to fix it:
         Fix what the other checks of the driver report. If they report nothing, torch's own warning names the
         cause.
     """
-    seen, here = sight.torch["cuda"], gpu_is_here(sight)
+    seen, here = snapshot.torch["cuda"], gpu_is_here(snapshot)
     said = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
-    if build_of(sight) is None and seen.get("raised"):
-        return unseen("the imported module is not torch")
+    if build_of(snapshot) is None and seen.get("raised"):
+        return not_seen("the imported module is not torch")
     if seen.get("raised"):
         return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", said)
     if seen.get("computes") is True:
@@ -252,15 +252,15 @@ def torch_computes(sight: Sight) -> Answer:
     if seen.get("available") is True:
         return problem("torch sees the GPU, but a test computation was wrong or did not finish", "compute-sanitizer python train.py", said)
     if seen.get("available") is not False:
-        return unseen("whether torch reaches a GPU was not recorded")
+        return not_seen("whether torch reaches a GPU was not recorded")
     if here is None:
-        return unseen("torch.cuda.is_available() is False; whether there is a GPU could not be determined")
+        return not_seen("torch.cuda.is_available() is False; whether there is a GPU could not be determined")
     if not here:
         return ok("torch trains on the processor: there is no GPU")
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
-        found = cause.answer(sight)
+        found = cause.answer(snapshot)
         if found.verdict in (Verdict.PROBLEM, Verdict.WARNING):
-            return Answer(Verdict(found.verdict), f"torch.cuda.is_available() is False; {cause.code} gives the reason", found.mend, tuple(said))
+            return CheckOutcome(Verdict(found.verdict), f"torch.cuda.is_available() is False; {cause.code} gives the reason", found.fix, tuple(said))
     return problem("torch.cuda.is_available() is False although there is an NVIDIA GPU" + (f": {said[0]}" if said else ""), "nvidia-smi", said)
 
 

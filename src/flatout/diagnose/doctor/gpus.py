@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from flatout.diagnose.doctor.check import Answer, note, ok, problem, question, unseen, warning
-from flatout.diagnose.doctor.graphics import Board, listing
-from flatout.plan.sight import Sight
+from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, warning
+from flatout.diagnose.doctor.nvidia_smi import GpuStatus, listing
+from flatout.plan.machine_snapshot import MachineSnapshot
 
 THEME = "GPUs"
 NEEDS = ["run nvidia-smi"]
@@ -16,36 +16,36 @@ HELD_BACK = {"hw_slowdown": "the hardware slows it down", "hw_thermal_slowdown":
              "hw_power_brake_slowdown": "the power supply requests a slowdown", "sync_boost": "it waits for the slowest GPU of its group"}
 
 
-def each_board(sight: Sight, judge: Callable[[Board], Answer]) -> Answer:
+def each_board(snapshot: MachineSnapshot, judge: Callable[[GpuStatus], CheckOutcome]) -> CheckOutcome:
     """The worst of the answers for each GPU. If all are ok, the shared answer."""
-    seen = listing(sight)
+    seen = listing(snapshot)
     if seen is None or not seen.boards:
-        return unseen("nvidia-smi did not list the GPUs")
+        return not_seen("nvidia-smi did not list the GPUs")
     answers = [(board, judge(board)) for board in seen.boards]
     order = ("problem", "warning", "not seen", "note", "ok")
     worst = min((answer for _, answer in answers), key=lambda answer: order.index(answer.verdict))
     said = list(dict.fromkeys(f"GPU {b.index}: {a.seen}" for b, a in answers if a.verdict == worst.verdict))
-    return Answer(worst.verdict, _together(answers, worst, said), worst.mend, worst.evidence)
+    return CheckOutcome(worst.verdict, _together(answers, worst, said), worst.fix, worst.evidence)
 
 
-def _together(answers: Sequence[tuple[Board, Answer]], worst: Answer, said: list[str]) -> str:
+def _together(answers: Sequence[tuple[GpuStatus, CheckOutcome]], worst: CheckOutcome, said: list[str]) -> str:
     if len({answer.seen for _, answer in answers}) == 1 and len(answers) > 1:
         return f"each of {len(answers)} GPUs: {worst.seen}"
     return "; ".join(said[:4]) + (f"; and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-@question("FD030", THEME, NEEDS, gpu=True)
-def free_memory(sight: Sight) -> Answer:
+@machine_check("FD030", THEME, NEEDS, gpu=True)
+def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     """No other process uses the GPU.
 
     Why it matters:
         Another process takes memory and time: runs end out of memory, and every measured time is wrong.
-    How to mend it:
+    How to fix it:
         Find the process with `nvidia-smi`. End it, or use another GPU with CUDA_VISIBLE_DEVICES.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.memory_mib is None or board.used_mib is None:
-            return unseen("its memory is not reported")
+            return not_seen("its memory is not reported")
         others = [p for p in board.processes or () if "C" in p.kind]
         drawing = [_short(p.name) for p in board.processes or () if "C" not in p.kind]
         share = board.used_mib / board.memory_mib if board.memory_mib else 0.0
@@ -59,7 +59,7 @@ def free_memory(sight: Sight) -> Answer:
             return warning(f"{held}, by processes not shown here (of another user or container, or left behind)", "sudo fuser -v /dev/nvidia*")
         return ok(f"{held}, by no computing process")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
 def _short(name: str) -> str:
@@ -67,19 +67,19 @@ def _short(name: str) -> str:
     return (name.split() or ["?"])[0].rpartition("/")[2] or "?"
 
 
-@question("FD031", THEME, NEEDS, gpu=True)
-def clocks(sight: Sight) -> Answer:
+@machine_check("FD031", THEME, NEEDS, gpu=True)
+def clocks(snapshot: MachineSnapshot) -> CheckOutcome:
     """The clocks are not lowered.
 
     Why it matters:
         Application clocks below the maximum slow every compute-bound kernel down by that share. An idle GPU
         lowers its clocks on its own, which is fine.
-    How to mend it:
+    How to fix it:
         `sudo nvidia-smi -rac` and `sudo nvidia-smi -rgc` restore the clocks.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.max_graphics_mhz is None or board.graphics_mhz is None:
-            return unseen("its clocks are not reported")
+            return not_seen("its clocks are not reported")
         said = f"{board.graphics_mhz:.0f} MHz now, {board.max_graphics_mhz:.0f} MHz at most"
         chosen = board.application_mhz
         if chosen and board.default_application_mhz and chosen < 0.98 * board.default_application_mhz:
@@ -89,42 +89,42 @@ def clocks(sight: Sight) -> Answer:
             return note(f"{said}; its application clock is {chosen:.0f} MHz", f"nvidia-smi -q -d CLOCK -i {board.index}")
         return ok(said)
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD032", THEME, NEEDS, gpu=True)
-def power_cap(sight: Sight) -> Answer:
+@machine_check("FD032", THEME, NEEDS, gpu=True)
+def power_cap(snapshot: MachineSnapshot) -> CheckOutcome:
     """The power limit is at least the default.
 
     Why it matters:
         Under a lowered power limit a GPU lowers its clocks as soon as it has work.
-    How to mend it:
+    How to fix it:
         `sudo nvidia-smi -pl WATTS` with the default value.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.power_limit_w is None or board.default_power_limit_w is None:
-            return unseen("its power limit is not reported")
+            return not_seen("its power limit is not reported")
         if board.power_limit_w < board.default_power_limit_w - 1:
             return warning(f"limited to {board.power_limit_w:.0f} W, default {board.default_power_limit_w:.0f} W",
                            f"sudo nvidia-smi -i {board.index} -pl {board.default_power_limit_w:.0f}")
         return ok(f"{board.power_limit_w:.0f} W")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD033", THEME, NEEDS, gpu=True)
-def throttling(sight: Sight) -> Answer:
+@machine_check("FD033", THEME, NEEDS, gpu=True)
+def throttling(snapshot: MachineSnapshot) -> CheckOutcome:
     """Heat or power does not slow the GPU down.
 
     Why it matters:
         A GPU that is too hot or short of power lowers its clocks. Steps become slower in the middle of a run.
-    How to mend it:
+    How to fix it:
         `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` shows the active reason. Then fix the cooling or the power
         supply.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.reasons is None or board.temperature_c is None:
-            return unseen("its temperature or the reasons for its clocks are not reported")
+            return not_seen("its temperature or the reasons for its clocks are not reported")
         active = [reason for reason, on in board.reasons.items() if on]
         bad = [reason for reason in active if reason in HELD_BACK]
         said = f"{board.temperature_c:.0f} C"
@@ -137,21 +137,21 @@ def throttling(sight: Sight) -> Answer:
             return note(f"{said}; it is at its power limit now")
         return ok(f"{said}, nothing slows it down")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD034", THEME, NEEDS, gpu=True)
-def memory_errors(sight: Sight) -> Answer:
+@machine_check("FD034", THEME, NEEDS, gpu=True)
+def memory_errors(snapshot: MachineSnapshot) -> CheckOutcome:
     """The GPU's memory has no errors.
 
     Why it matters:
         An uncorrectable error ends the process that meets it. Rows that wait for replacement need a reset of
         the GPU.
-    How to mend it:
+    How to fix it:
         Stop all work on the GPU and reset it with `sudo nvidia-smi --gpu-reset -i N`. If the error returns,
         have the board replaced.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.remap_failed == "Yes":
             return problem("a faulty row of its memory could not be replaced", f"nvidia-smi -q -d ROW_REMAPPER -i {board.index}")
         if board.remap_pending == "Yes" or board.retirement_pending == "Yes":
@@ -160,96 +160,96 @@ def memory_errors(sight: Sight) -> Answer:
             return problem(f"{board.ecc_uncorrectable} uncorrectable memory errors since the driver was loaded",
                            f"sudo nvidia-smi --gpu-reset -i {board.index}")
         if board.ecc is None:
-            return unseen("its memory errors are not reported")
+            return not_seen("its memory errors are not reported")
         if board.ecc == "N/A":
             return note("it has no ECC: memory errors cannot be counted")
         if board.ecc == "Disabled":
             return note("ECC is off: memory errors go unnoticed", f"sudo nvidia-smi -i {board.index} -e 1")
         if board.ecc_uncorrectable is None:
-            return unseen("its memory errors are not reported")
+            return not_seen("its memory errors are not reported")
         return ok("ECC on, no uncorrectable errors")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD035", THEME, NEEDS, gpu=True)
-def partitions(sight: Sight) -> Answer:
+@machine_check("FD035", THEME, NEEDS, gpu=True)
+def partitions(snapshot: MachineSnapshot) -> CheckOutcome:
     """The GPU is not split into MIG instances by accident.
 
     Why it matters:
         A process sees one MIG instance, a fraction of the GPU's cores and memory. Instances cannot be joined
         for one training run.
-    How to mend it:
+    How to fix it:
         `sudo nvidia-smi -i N -mig 0` restores the whole GPU once its instances are unused.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.mig == "Enabled":
             if not board.mig_instances:
                 return problem("MIG is on with no instance: no program can use this GPU", f"sudo nvidia-smi -i {board.index} -mig 0")
             return note(f"MIG is on, {board.mig_instances} instances: a program sees one of them", f"sudo nvidia-smi -i {board.index} -mig 0")
         if board.mig == "Disabled":
             return ok("one whole GPU")
-        return ok("one whole GPU, which cannot be partitioned") if board.mig == "N/A" else unseen("whether it is partitioned is not reported")
+        return ok("one whole GPU, which cannot be partitioned") if board.mig == "N/A" else not_seen("whether it is partitioned is not reported")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD036", THEME, NEEDS, gpu=True)
-def persistence(sight: Sight) -> Answer:
+@machine_check("FD036", THEME, NEEDS, gpu=True)
+def persistence(snapshot: MachineSnapshot) -> CheckOutcome:
     """The driver stays loaded between programs.
 
     Why it matters:
         Without persistence mode the driver sets up the GPU again for each program: seconds at every start,
         and settings are lost.
-    How to mend it:
+    How to fix it:
         `sudo nvidia-smi -pm 1`.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.persistence == "Enabled":
             return ok("persistence mode is on")
         if board.persistence == "Disabled":
             return note("persistence mode is off: every program waits for the driver at its start", "sudo nvidia-smi -pm 1")
-        return unseen("its persistence mode is not reported")
+        return not_seen("its persistence mode is not reported")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD037", THEME, NEEDS, gpu=True)
-def compute_mode(sight: Sight) -> Answer:
+@machine_check("FD037", THEME, NEEDS, gpu=True)
+def compute_mode(snapshot: MachineSnapshot) -> CheckOutcome:
     """Programs can share the GPU.
 
     Why it matters:
         In exclusive mode a second process (a second rank, an evaluation) fails with "all CUDA-capable devices
         are busy or unavailable". In prohibited mode every process fails.
-    How to mend it:
+    How to fix it:
         `sudo nvidia-smi -c DEFAULT`.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.compute_mode == "Default":
             return ok("compute mode is Default")
         if board.compute_mode == "Prohibited":
             return problem("compute mode is Prohibited: no program can compute on it", f"sudo nvidia-smi -i {board.index} -c DEFAULT")
         if board.compute_mode and board.compute_mode.startswith("Exclusive"):
             return note(f"compute mode is {board.compute_mode}: one process at a time", f"sudo nvidia-smi -i {board.index} -c DEFAULT")
-        return unseen("its compute mode is not reported")
+        return not_seen("its compute mode is not reported")
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD038", THEME, NEEDS, gpu=True)
-def bus(sight: Sight) -> Answer:
+@machine_check("FD038", THEME, NEEDS, gpu=True)
+def bus(snapshot: MachineSnapshot) -> CheckOutcome:
     """The GPU uses its full PCI Express link.
 
     Why it matters:
         Batches travel over this link. Half the lanes halve the speed of every copy; a slot with four lanes
         gives a quarter.
-    How to mend it:
+    How to fix it:
         Monitor the link under load with `nvidia-smi --query-gpu=pcie.link.width.current,pcie.link.gen.current
         --format=csv -l 1`. Then move the card to a slot of its width, or remove the riser.
     """
-    def judge(board: Board) -> Answer:
+    def judge(board: GpuStatus) -> CheckOutcome:
         if board.link_width is None or board.max_link_width is None or board.link_generation is None or board.max_link_generation is None:
-            return unseen("its link is not reported")
+            return not_seen("its link is not reported")
         said = f"PCIe {board.link_generation:.0f} x{board.link_width:.0f} now, {board.max_link_generation:.0f} x{board.max_link_width:.0f} at most"
         idle = board.performance_state not in ("P0", "P1", "P2")
         if board.link_width < board.max_link_width and idle:
@@ -261,28 +261,28 @@ def bus(sight: Sight) -> Answer:
             return warning(said + ": below its maximum although it is under load", "sudo lspci -vv | grep -i lnksta")
         return ok(said + (" (the link slows down while idle)" if board.link_generation < board.max_link_generation else ""))
 
-    return each_board(sight, judge)
+    return each_board(snapshot, judge)
 
 
-@question("FD039", THEME, ["run nvidia-smi topology", "run nvidia-smi"], gpu=True)
-def links(sight: Sight) -> Answer:
+@machine_check("FD039", THEME, ["run nvidia-smi topology", "run nvidia-smi"], gpu=True)
+def links(snapshot: MachineSnapshot) -> CheckOutcome:
     """Several GPUs are connected by fast links.
 
     Why it matters:
         The gradients of all GPUs go over these links in every step. The bus between two processors (SYS) is
         several times slower than NVLink or a single PCIe switch.
-    How to mend it:
+    How to fix it:
         Choose adjacent GPUs with CUDA_VISIBLE_DEVICES, from the table of `nvidia-smi topo -m`.
     """
-    seen = listing(sight)
+    seen = listing(snapshot)
     if seen is None or not seen.boards:
-        return unseen("nvidia-smi did not list the GPUs")
+        return not_seen("nvidia-smi did not list the GPUs")
     if len(seen.boards) == 1:
         return ok("one GPU: no links needed")
-    rows = [re.split(r"\s+", line.strip()) for line in sight.runs["nvidia-smi topology"].out.splitlines() if re.match(r"GPU\d+\s", line)]
+    rows = [re.split(r"\s+", line.strip()) for line in snapshot.runs["nvidia-smi topology"].out.splitlines() if re.match(r"GPU\d+\s", line)]
     pairs = {cell for at, row in enumerate(rows) for cell in row[at + 2: 1 + len(rows)] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)}
     if len(rows) != len(seen.boards) or not pairs:
-        return unseen("`nvidia-smi topo -m` did not show how the GPUs are connected")
+        return not_seen("`nvidia-smi topo -m` did not show how the GPUs are connected")
     if "SYS" in pairs:
         return note(f"some pairs of GPUs are connected across two processors (SYS), others by {', '.join(sorted(pairs - {'SYS'})) or 'nothing faster'}",
                     "nvidia-smi topo -m")

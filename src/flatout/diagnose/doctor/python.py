@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import sys
 
-from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
+from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.sight import Sight
+from flatout.plan.machine_snapshot import MachineSnapshot
 
 THEME = "Python"
 
 
-@question("FD001", THEME, ["python version"])
-def python_version(sight: Sight) -> Answer:
+@machine_check("FD001", THEME, ["python version"])
+def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     """flatout and this torch support this Python.
 
     Why it matters:
         A torch wheel is built for specific versions of Python. For other versions pip finds no wheel, or an
         old one, or builds for hours.
-    How to mend it:
+    How to fix it:
         Create a virtual environment with a supported Python: `python3.12 -m venv .venv`.
     """
-    text = str(sight.python["version"])
+    text = str(snapshot.python["version"])
     here, table = version(text), versions()
     if here is None:
-        return unseen(f"{text!r} is not a version of Python")
-    free = ", free-threaded" if sight.python.get("free_threaded") else ""
-    said = f"{sight.python.get('implementation') or 'Python'} {text}{free}"
+        return not_seen(f"{text!r} is not a version of Python")
+    free = ", free-threaded" if snapshot.python.get("free_threaded") else ""
+    said = f"{snapshot.python.get('implementation') or 'Python'} {text}{free}"
     if here[:2] < table.python_min:
         return problem(f"{said}; flatout needs {dotted(table.python_min)}", f"python{dotted(versions().releases[0].python_max)} -m venv .venv")
-    torch = sight.distribution("torch")
+    torch = snapshot.distribution("torch")
     release = table.release(torch)
     if torch is None:
         return ok(said)
@@ -43,26 +43,26 @@ def python_version(sight: Sight) -> Answer:
     return ok(f"{said}, which torch {release.torch} supports")
 
 
-@question("FD002", THEME, ["python prefix", "python path", "packages"])
-def one_environment(sight: Sight) -> Answer:
+@machine_check("FD002", THEME, ["python prefix", "python path", "packages"])
+def one_environment(snapshot: MachineSnapshot) -> CheckOutcome:
     """Packages come from one environment.
 
     Why it matters:
         Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual
         environment. An upgrade of one then breaks the other, and a program that works in this shell fails in
         the next.
-    How to mend it:
+    How to fix it:
         Disable the user's folder with `export PYTHONNOUSERSITE=1`, and install missing packages into the
         environment.
     """
-    prefix, base = str(sight.python["prefix"]), str(sight.python.get("base_prefix"))
-    user = str(sight.python.get("user_site"))
-    apart = prefix != base or sight.variable("CONDA_PREFIX") is not None
+    prefix, base = str(snapshot.python["prefix"]), str(snapshot.python.get("base_prefix"))
+    user = str(snapshot.python.get("user_site"))
+    apart = prefix != base or snapshot.variable("CONDA_PREFIX") is not None
     inside = "a virtual environment" if prefix != base else "a conda environment" if apart else "no virtual environment"
-    from_user = sorted({f"{name} {found}" for name, found, folder in sight.packages or () if folder == user})
+    from_user = sorted({f"{name} {found}" for name, found, folder in snapshot.packages or () if folder == user})
     if apart and from_user:
         return warning(f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}", "export PYTHONNOUSERSITE=1", from_user)
-    other = sight.variable("VIRTUAL_ENV")
+    other = snapshot.variable("VIRTUAL_ENV")
     if other and other.rstrip("/") != prefix.rstrip("/"):
         return warning(f"the shell is in {other}, but this Python belongs to {prefix}", f"{other}/bin/python -m pip install flatout")
     if not apart:
@@ -70,46 +70,46 @@ def one_environment(sight: Sight) -> Answer:
     return ok(f"{prefix}, {inside}")
 
 
-@question("FD003", THEME, ["folder .", "working_folder"])
-def nothing_hidden(sight: Sight) -> Answer:
+@machine_check("FD003", THEME, ["folder .", "working_folder"])
+def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     """No file in the working folder hides a module.
 
     Why it matters:
         Python looks for modules next to the script first. A file torch.py, random.py or types.py there is
         imported instead of the real module, and the error that follows names something else.
-    How to mend it:
+    How to fix it:
         Rename the file and remove its compiled copy: `mv torch.py my_torch.py`.
     """
     important = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
     builtin = set(sys.stdlib_module_names) - {"__main__", "test", "this", "antigravity"}
-    here = {name.removesuffix(".py").removesuffix("/"): name.removesuffix("/") for name in sight.folders["."] or ()}
+    here = {name.removesuffix(".py").removesuffix("/"): name.removesuffix("/") for name in snapshot.folders["."] or ()}
     found = sorted(set(here) & (important | builtin))
     hiding = [name for name in found if name in important]
     if hiding:
-        return problem(f"{sight.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
+        return problem(f"{snapshot.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
                        f"mv {here[hiding[0]]} my_{here[hiding[0]]}")
     if found:
-        return warning(f"{sight.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
+        return warning(f"{snapshot.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
                        f"mv {here[found[0]]} my_{here[found[0]]}")
-    return ok(f"nothing in {sight.working_folder} hides a module")
+    return ok(f"nothing in {snapshot.working_folder} hides a module")
 
 
-@question("FD004", THEME, ["environment"])
-def python_switches(sight: Sight) -> Answer:
+@machine_check("FD004", THEME, ["environment"])
+def python_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     """No variable slows Python down or changes its behaviour.
 
     Why it matters:
         PYTHONDEVMODE and PYTHONMALLOC=debug check every allocation. PYTHONPATH puts other packages first.
         PYTHONOPTIMIZE removes asserts. They often stay set after debugging.
-    How to mend it:
+    How to fix it:
         `unset` the named variable.
     """
-    slow = [name for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME") if sight.variable(name)]
-    if (sight.variable("PYTHONMALLOC") or "").endswith("debug") or sight.variable("PYTHONMALLOC") == "malloc":
+    slow = [name for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME") if snapshot.variable(name)]
+    if (snapshot.variable("PYTHONMALLOC") or "").endswith("debug") or snapshot.variable("PYTHONMALLOC") == "malloc":
         slow.append("PYTHONMALLOC")
     if slow:
-        return warning(f"{', '.join(f'{name}={sight.variable(name)}' for name in slow)} slows every line of Python down", f"unset {' '.join(slow)}")
-    seen = {name: sight.variable(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME") if sight.variable(name)}
+        return warning(f"{', '.join(f'{name}={snapshot.variable(name)}' for name in slow)} slows every line of Python down", f"unset {' '.join(slow)}")
+    seen = {name: snapshot.variable(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME") if snapshot.variable(name)}
     if seen:
         return note(f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, perhaps on purpose", f"unset {' '.join(seen)}")
     return ok("no PYTHON... variable slows or redirects Python")

@@ -6,44 +6,44 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
-from flatout.diagnose.doctor.graphics import driver_version, gpu_is_here
+from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here
 from flatout.diagnose.doctor.torch_import import reinstall
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.sight import Sight
+from flatout.plan.machine_snapshot import MachineSnapshot
 
 THEME = "torch"
 
 
-def build_of(sight: Sight) -> Mapping[str, Any] | None:
+def build_of(snapshot: MachineSnapshot) -> Mapping[str, Any] | None:
     """The stage "build", or the data in the version number if torch cannot be imported, or None."""
-    seen = sight.torch.get("build")
+    seen = snapshot.torch.get("build")
     if isinstance(seen, dict) and isinstance(seen.get("version"), str):
         return seen
-    installed = sight.distribution("torch") or ""
+    installed = snapshot.distribution("torch") or ""
     tag = re.search(r"\+(cpu|cu(\d+)(\d))", installed)
     return {"version": installed, "cuda": f"{tag[2]}.{tag[3]}" if tag[2] else None} if tag else None
 
 
-@question("FD012", THEME)
-def cuda_build(sight: Sight) -> Answer:
+@machine_check("FD012", THEME)
+def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch is built for this machine's device.
 
     Why it matters:
         A CPU build on a machine with a GPU trains on the processor, tens of times slower, or stops with
         "Torch not compiled with CUDA enabled".
-    How to mend it:
+    How to fix it:
         Install a CUDA build that the driver supports: `pip install --force-reinstall torch --index-url
         https://download.pytorch.org/whl/cu126`.
     """
-    build, here = build_of(sight), gpu_is_here(sight)
+    build, here = build_of(snapshot), gpu_is_here(snapshot)
     if build is None:
-        return unseen("the CUDA version of the torch build could not be determined")
+        return not_seen("the CUDA version of the torch build could not be determined")
     cuda = build.get("cuda")
     if build.get("hip"):
         return note(f"torch {build['version']} was built for ROCm {build['hip']}; flatout supports CUDA and the CPU")
     if cuda is None and here:
-        release, driver = versions().release(build["version"]), version(driver_version(sight))
+        release, driver = versions().release(build["version"]), version(driver_version(snapshot))
         fitting = versions().build_for_driver(release, driver) if release and driver else None
         tag = fitting.tag if fitting else "cu126"
         return problem(f"torch {build['version']} was built for the CPU only, and this machine has an NVIDIA GPU", versions().install(build["version"], tag))
@@ -51,26 +51,26 @@ def cuda_build(sight: Sight) -> Answer:
         return note(f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
                     "the CPU build is several GB smaller", versions().install(build["version"], "cpu"))
     if here is None:
-        return unseen(f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined")
+        return not_seen(f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined")
     return ok(f"torch {build['version']}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
 
 
-@question("FD013", THEME, ["packages"])
-def one_of_each(sight: Sight) -> Answer:
+@machine_check("FD013", THEME, ["packages"])
+def one_of_each(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch, triton and the CUDA libraries are installed once, for one CUDA version.
 
     Why it matters:
         Two copies of torch on the path get mixed at the next upgrade. Wheels for both CUDA 12 and CUDA 13
         cost gigabytes, and the loader may pick a library of the wrong version.
-    How to mend it:
+    How to fix it:
         Create a fresh environment, or remove the packages that do not belong: `pip uninstall NAME`.
     """
-    packages = sight.packages or []
+    packages = snapshot.packages or []
     seen: dict[str, list[tuple[str, str]]] = {}
     for name, number, folder in packages:
         seen.setdefault(name, []).append((number, folder))
     if "torch" not in seen:
-        return unseen("torch is not installed")
+        return not_seen("torch is not installed")
     for name in ("torch", "triton", "numpy"):
         found = seen.get(name, [])
         if len(found) > 1:
@@ -82,7 +82,7 @@ def one_of_each(sight: Sight) -> Answer:
     majors = {major: sorted(name for name in seen if name.endswith(f"_cu{major}")) for major in ("11", "12", "13")}
     used = [major for major, names in majors.items() if names]
     if len(used) > 1:
-        build = build_of(sight)
+        build = build_of(snapshot)
         belongs = str((build or {}).get("cuda") or "").split(".")[0] or used[-1]
         wrong = [name.replace("_", "-") for major in used if major != belongs for name in majors[major]]
         return warning(f"libraries for CUDA {' and '.join(used)} are installed together; torch uses those for CUDA {belongs}",
@@ -90,49 +90,49 @@ def one_of_each(sight: Sight) -> Answer:
     return ok("torch, triton and the CUDA libraries are installed once")
 
 
-@question("FD014", THEME, ["torch build", "torch cuda"])
-def cudnn(sight: Sight) -> Answer:
+@machine_check("FD014", THEME, ["torch build", "torch cuda"])
+def cudnn(snapshot: MachineSnapshot) -> CheckOutcome:
     """cuDNN is installed in the version that this build was tested with.
 
     Why it matters:
         Convolutions and attention run in cuDNN. Without it torch falls back to slow kernels or stops. Another
         version may be slower or wrong.
-    How to mend it:
+    How to fix it:
         Reinstall torch, which installs its own cuDNN: `pip install --force-reinstall torch`.
     """
-    build, seen = sight.torch["build"], sight.torch["cuda"]
+    build, seen = snapshot.torch["build"], snapshot.torch["cuda"]
     if build.get("cuda") is None and "cuda" in build:
         return ok("not needed by a CPU build")
     number = seen.get("cudnn")
     if number is None and "cudnn" in seen:
-        return problem("torch was built for CUDA but finds no cuDNN", reinstall(sight))
+        return problem("torch was built for CUDA but finds no cuDNN", reinstall(snapshot))
     if not isinstance(number, int) or number < 1000:
-        return unseen("torch did not report its cuDNN version")
+        return not_seen("torch did not report its cuDNN version")
     short = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number >= 90000 else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
-    return _against(short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", sight)
+    return _against(short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", snapshot)
 
 
-@question("FD015", THEME, ["torch build", "torch cuda"])
-def nccl(sight: Sight) -> Answer:
+@machine_check("FD015", THEME, ["torch build", "torch cuda"])
+def nccl(snapshot: MachineSnapshot) -> CheckOutcome:
     """NCCL is installed in the version that this build was tested with.
 
     Why it matters:
         Several GPUs exchange gradients through NCCL. A system NCCL in its place is a frequent cause of hangs.
-    How to mend it:
+    How to fix it:
         Reinstall torch, which installs its own NCCL: `pip install --force-reinstall torch`.
     """
-    build, seen = sight.torch["build"], sight.torch["cuda"]
+    build, seen = snapshot.torch["build"], snapshot.torch["cuda"]
     if build.get("cuda") is None and "cuda" in build:
         return ok("not needed by a CPU build")
     number = seen.get("nccl")
     if number is None and "nccl" in seen:
-        return note("this torch was built without NCCL: it cannot train on several GPUs", reinstall(sight))
+        return note("this torch was built without NCCL: it cannot train on several GPUs", reinstall(snapshot))
     if version(number) is None:
-        return unseen("torch did not report its NCCL version")
-    return _against(str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", sight)
+        return not_seen("torch did not report its NCCL version")
+    return _against(str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", snapshot)
 
 
-def _against(number: str, noun: str, place: tuple[Any, Any], field: str, sight: Sight) -> Answer:
+def _against(number: str, noun: str, place: tuple[Any, Any], field: str, snapshot: MachineSnapshot) -> CheckOutcome:
     release, cuda = place
     build = release.build(cuda) if release else None
     expected = version(getattr(build, field)) if build else None
@@ -142,68 +142,68 @@ def _against(number: str, noun: str, place: tuple[Any, Any], field: str, sight: 
     if here[:3] == expected[:3]:
         return ok(f"{noun} {number}, the version this build was made with")
     if here < expected[:3]:
-        return warning(f"{noun} {number}; this build was made with {dotted(expected)}", reinstall(sight))
+        return warning(f"{noun} {number}; this build was made with {dotted(expected)}", reinstall(snapshot))
     return note(f"{noun} {number}; this build was made with {dotted(expected)}")
 
 
-@question("FD016", THEME, ["packages"])
-def triton(sight: Sight) -> Answer:
+@machine_check("FD016", THEME, ["packages"])
+def triton(snapshot: MachineSnapshot) -> CheckOutcome:
     """triton is installed for torch.compile.
 
     Why it matters:
         On a GPU torch.compile generates Triton kernels; without triton it stops with an error. On the
         processor it generates C++ instead.
-    How to mend it:
+    How to fix it:
         `pip install triton`.
     """
-    found = sight.distribution("triton") or sight.distribution("pytorch_triton")
+    found = snapshot.distribution("triton") or snapshot.distribution("pytorch_triton")
     if found:
-        return ok(f"triton {found}") if version(found) else unseen(f"{found!r} is not a version of triton")
-    if sight.distribution("torch") is None:
-        return unseen("torch is not installed")
-    if gpu_is_here(sight):
+        return ok(f"triton {found}") if version(found) else not_seen(f"{found!r} is not a version of triton")
+    if snapshot.distribution("torch") is None:
+        return not_seen("torch is not installed")
+    if gpu_is_here(snapshot):
         return warning("triton is not installed: torch.compile cannot generate kernels for the GPU", "pip install triton")
     return note("triton is not installed; torch.compile needs it only on a GPU", "pip install triton")
 
 
-@question("FD017", THEME, ["torch numpy"])
-def numpy(sight: Sight) -> Answer:
+@machine_check("FD017", THEME, ["torch numpy"])
+def numpy(snapshot: MachineSnapshot) -> CheckOutcome:
     """NumPy and torch work together.
 
     Why it matters:
         Most data sets return NumPy arrays. A torch built against NumPy 1 imports under NumPy 2 with a warning
         and fails at the first conversion.
-    How to mend it:
+    How to fix it:
         `pip install --upgrade numpy torch`.
     """
-    seen = sight.torch["numpy"]
+    seen = snapshot.torch["numpy"]
     if seen.get("raised"):
         return problem(f"torch cannot use NumPy: {seen['raised']}", "pip install --upgrade numpy torch", [str(w) for w in seen.get("warnings") or ()])
     if version(seen.get("version")) is None:
         if "why" in seen:
             return note(f"NumPy is not installed ({seen['why']}); data sets that return arrays need it", "pip install numpy")
-        return unseen("torch did not report its NumPy version")
+        return not_seen("torch did not report its NumPy version")
     if seen.get("works") is not True:
-        return unseen(f"NumPy {seen['version']}; whether torch can use it was not recorded")
+        return not_seen(f"NumPy {seen['version']}; whether torch can use it was not recorded")
     return ok(f"NumPy {seen['version']}")
 
 
-@question("FD018", THEME, ["torch libraries", "python path"])
-def loaded_libraries(sight: Sight) -> Answer:
+@machine_check("FD018", THEME, ["torch libraries", "python path"])
+def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     """The loaded CUDA libraries are torch's own, with a single OpenMP.
 
     Why it matters:
         LD_LIBRARY_PATH or LD_PRELOAD can replace the library that torch was tested with by another CUDA's:
         wrong versions, missing symbols, slow kernels. Two OpenMP runtimes in one process create twice as many
         threads as there are cores.
-    How to mend it:
+    How to fix it:
         `unset LD_LIBRARY_PATH`; keep a single OpenMP.
     """
-    loaded = sight.torch["libraries"].get("loaded")
+    loaded = snapshot.torch["libraries"].get("loaded")
     if not isinstance(loaded, list) or not any("libtorch_cpu" in str(path) for path in loaded):
-        return unseen("the loaded libraries were not recorded")
+        return not_seen("the loaded libraries were not recorded")
     paths = [str(path) for path in loaded]
-    own = tuple(str(folder).rstrip("/") + "/" for folder in sight.python["path"])
+    own = tuple(str(folder).rstrip("/") + "/" for folder in snapshot.python["path"])
     foreign = [p for p in paths if not p.startswith(own) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)]
     if foreign:
         return warning(f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign)
@@ -215,33 +215,33 @@ def loaded_libraries(sight: Sight) -> Answer:
     return ok(f"libcudart from {cuda[0]}" if cuda else "no CUDA library is loaded, and none is needed")
 
 
-@question("FD019", THEME, ["packages", "python torch_requires"])
-def requirements(sight: Sight) -> Answer:
+@machine_check("FD019", THEME, ["packages", "python torch_requires"])
+def requirements(snapshot: MachineSnapshot) -> CheckOutcome:
     """The libraries that torch requires are installed in the required versions.
 
     Why it matters:
         torch is built against one version of triton, cuDNN and NCCL. Upgrading only one of them (through
         another package, or manually) is the usual cause of undefined symbols and of obscure torch.compile
         failures.
-    How to mend it:
+    How to fix it:
         Reinstall torch, and pip installs the matching libraries: `pip install --force-reinstall torch`.
     """
     wrong, checked = [], 0
-    for line in sight.python["torch_requires"]:
+    for line in snapshot.python["torch_requires"]:
         asked = re.match(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*)", line)
         name = asked[1].lower().replace("-", "_").replace(".", "_") if asked else ""
         if not asked or not name.startswith(("nvidia_", "triton", "cuda_")) or "extra ==" in line:
             continue
-        have = sight.distribution(name)
+        have = snapshot.distribution(name)
         checked += 1
         if have is None:
             wrong.append(f"{asked[1]} is not installed")
         elif not fits(have, asked[2]):
             wrong.append(f"{asked[1]} {have} is installed, torch requires {asked[2].strip()}")
     if wrong:
-        return warning(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(sight), wrong)
-    if not checked and (build_of(sight) or {"cuda": ""}).get("cuda") is not None:
-        return unseen("torch's required libraries could not be read")
+        return warning(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(snapshot), wrong)
+    if not checked and (build_of(snapshot) or {"cuda": ""}).get("cuda") is not None:
+        return not_seen("torch's required libraries could not be read")
     return ok(f"{checked} libraries as torch requires" if checked else "this build requires no CUDA library")
 
 

@@ -38,13 +38,13 @@ def look(write: Callable[..., None]) -> None:
         return
     write(stage="imported", import_s=seconds() - began, file=getattr(torch, "__file__", None))
     for stage, ask in (("build", _build), ("host", _host), ("libraries", _libraries), ("numpy", _numpy), ("cuda", _cuda)):
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as observed:
             warnings.simplefilter("always")
             try:
                 answer = ask(torch)
             except Exception as error:  # a partial installation of torch may lack anything
                 answer = {"raised": f"{type(error).__name__}: {error}"}
-        write(stage=stage, **answer, warnings=[str(warning.message) for warning in heard])
+        write(stage=stage, **answer, warnings=[str(warning.message) for warning in observed])
 
 
 def _build(torch: Any) -> dict[str, Any]:

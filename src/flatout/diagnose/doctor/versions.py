@@ -17,7 +17,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class Build:
+class TorchBuild:
     """One CUDA build of a torch release. Unknown values are None. Capabilities are for the x86-64 wheel."""
 
     cuda: str
@@ -31,29 +31,29 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Release:
+class TorchRelease:
     torch: str
     python_min: tuple[int, ...]
     python_max: tuple[int, ...]
     python_experimental: tuple[int, ...] | None
     glibc_min: tuple[int, ...] | None
-    builds: tuple[Build, ...]
+    builds: tuple[TorchBuild, ...]
 
-    def build(self, cuda: str | None) -> Build | None:
+    def build(self, cuda: str | None) -> TorchBuild | None:
         wanted = version(cuda)
         return next((b for b in self.builds if wanted and version(b.cuda) == wanted[:2]), None)
 
 
 @dataclass(frozen=True)
-class Versions:
-    releases: tuple[Release, ...]  # newest first
+class VersionTable:
+    releases: tuple[TorchRelease, ...]  # newest first
     drivers: dict[int, tuple[int, ...]]  # by CUDA's major version
     index: str
     torch_min: tuple[int, ...]  # supported by this flatout
     torch_max: tuple[int, ...]
     python_min: tuple[int, ...]
 
-    def release(self, torch: str | None) -> Release | None:
+    def release(self, torch: str | None) -> TorchRelease | None:
         """The release of any patch version, or None if the table does not have it."""
         wanted = version(torch)
         return next((r for r in self.releases if wanted and version(r.torch) == wanted[:2]), None)
@@ -67,7 +67,7 @@ class Versions:
         wanted = version(cuda)
         return self.drivers.get(wanted[0]) if wanted else None
 
-    def build_for_driver(self, release: Release, driver: tuple[int, ...]) -> Build | None:
+    def build_for_driver(self, release: TorchRelease, driver: tuple[int, ...]) -> TorchBuild | None:
         """The newest CUDA build of a release that a driver supports."""
         fitting = [b for b in release.builds if (least := self.driver_for(b.cuda)) is not None and driver >= least]
         return max(fitting, key=lambda b: version(b.cuda) or (), default=None)
@@ -82,16 +82,16 @@ def known(value: object) -> str | None:
 
 
 @cache
-def versions() -> Versions:
+def versions() -> VersionTable:
     data = json.loads(TABLE.read_text(encoding="utf-8"))
     releases = tuple(
-        Release(row["torch"], _numbers(row["python_min"]), _numbers(row["python_max"]), version(row.get("python_experimental")),
+        TorchRelease(row["torch"], _numbers(row["python_min"]), _numbers(row["python_max"]), version(row.get("python_experimental")),
                 version(known(row["glibc_min"])),
-                tuple(Build(b["cuda"], known(b["cudnn"]), known(b["nccl"]), None if b["capabilities_x86_64"] == UNKNOWN else tuple(b["capabilities_x86_64"]))
+                tuple(TorchBuild(b["cuda"], known(b["cudnn"]), known(b["nccl"]), None if b["capabilities_x86_64"] == UNKNOWN else tuple(b["capabilities_x86_64"]))
                       for b in row["builds"]))
         for row in data["torch"])
     ours = data["flatout"]
-    return Versions(releases, {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]}, data["index"],
+    return VersionTable(releases, {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]}, data["index"],
                     _numbers(ours["torch_min"]), _numbers(ours["torch_max"]), _numbers(ours["python_min"]))
 
 

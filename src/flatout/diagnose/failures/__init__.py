@@ -3,15 +3,29 @@
 To add a failure, write a function and add a line here. The codes never change.
 """
 
-from flatout.diagnose.failures import accelerator, autograd, checkpoints, compiling, devices, dtypes, layers, loading, losses, meeting, memory, ranks, shapes
-from flatout.diagnose.kind import Kind
+from flatout.diagnose.failures import (
+            autograd,
+            checkpoints,
+            compiling,
+            cuda_libraries,
+            devices,
+            dtypes,
+            layers,
+            loading,
+            losses,
+            memory,
+            ranks,
+            rendezvous,
+            shapes,
+)
+from flatout.diagnose.kind import FailureKind
 
 # Family titles by the first two digits of the code.
 FAMILIES = {"00": "Devices", "01": "Dtypes", "02": "Shapes", "03": "Losses and look-ups", "04": "Memory, resources and crashes", "05": "CUDA libraries",
             "06": "The backward pass and the optimizer step", "07": "Data loaders and processes", "08": "Distributed training", "09": "Checkpoints",
             "10": "torch.compile and extensions"}
 
-TABLE: tuple[Kind, ...] = (
+TABLE: tuple[FailureKind, ...] = (
     devices.not_redirected,
     devices.two_devices,
     devices.no_gpu,
@@ -34,7 +48,7 @@ TABLE: tuple[Kind, ...] = (
     shapes.concatenation,
     layers.layer_width,
     layers.too_small_for_the_kernel,
-    shapes.one_value_wanted,
+    shapes.scalar_expected,
     losses.index_out_of_range,
     losses.label_out_of_range,
     losses.target_shape,
@@ -47,10 +61,10 @@ TABLE: tuple[Kind, ...] = (
     memory.shared_memory_too_small,
     memory.too_many_open_files,
     memory.crashed_below_python,
-    accelerator.cudnn_error,
-    accelerator.cublas_error,
-    accelerator.illegal_memory_access,
-    accelerator.gpu_fault,
+    cuda_libraries.cudnn_error,
+    cuda_libraries.cublas_error,
+    cuda_libraries.illegal_memory_access,
+    cuda_libraries.gpu_fault,
     autograd.loss_without_grad,
     autograd.backward_twice,
     autograd.changed_in_place,
@@ -64,23 +78,23 @@ TABLE: tuple[Kind, ...] = (
     loading.error_in_a_worker,
     loading.worker_ended,
     loading.samples_of_other_sizes,
-    loading.sample_of_a_strange_type,
+    loading.uncollatable_sample,
     loading.cannot_be_pickled,
     loading.no_main_guard,
     loading.loader_timed_out,
     ranks.unused_parameters,
     ranks.ready_twice,
-    meeting.port_in_use,
-    meeting.rank_without_address,
-    meeting.nobody_came,
-    meeting.no_process_group,
+    rendezvous.port_in_use,
+    rendezvous.rank_without_address,
+    rendezvous.rendezvous_timeout,
+    rendezvous.no_process_group,
     ranks.nccl_timeout,
     ranks.nccl_error,
     ranks.gloo_error,
     ranks.a_rank_failed,
     checkpoints.checkpoint_keys,
     checkpoints.checkpoint_sizes,
-    checkpoints.refused_by_weights_only,
+    checkpoints.rejected_by_weights_only,
     checkpoints.broken_checkpoint,
     checkpoints.checkpoint_of_a_gpu,
     checkpoints.optimizer_of_another_model,

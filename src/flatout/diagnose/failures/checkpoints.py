@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind
+from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, match_message
 from flatout.plan.failure import FailureRecord
 
 WRAPPERS = {
@@ -27,7 +27,7 @@ def _some(keys: list[str]) -> str:
 
 
 @kind("FE090", "checkpoint-keys")
-def checkpoint_keys(failure: FailureRecord) -> Answer | None:
+def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     """The names in the checkpoint do not match the model.
 
     What:
@@ -36,13 +36,13 @@ def checkpoint_keys(failure: FailureRecord) -> Answer | None:
         The model was saved inside a wrapper: DataParallel and DDP prefix each name with `module.`,
         torch.compile with `_orig_mod.`. Or the file contains more than the weights (`checkpoint["model"]`),
         or the model has changed since.
-    How to mend it:
+    How to fix it:
         Remove the prefix when loading, and save `model.module.state_dict()` next time. Use `strict=False` if
         some parts are meant to be new.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = hit(failure, RUNTIME, STATE)
+    found = match_message(failure, RUNTIME, STATE)
     if found is None:
         return None
     missing, unexpected = _keys(found["rest"], "Missing"), _keys(found["rest"], "Unexpected")
@@ -53,21 +53,21 @@ def checkpoint_keys(failure: FailureRecord) -> Answer | None:
             stripped = {key.replace(prefix, "", 1) for key in saved if prefix in key}
             if saved and len(stripped) == len(saved) and (stripped & set(wanted)):
                 if verb == "has":
-                    return Answer(
+                    return Diagnosis(
                         f"every name in the checkpoint has `{prefix}`, and no name in the model does: it was saved inside {origin}",
                         f'state = {{name.replace("{prefix}", "", 1): value for name, value in state.items()}}\n'
                         f"torch.save(model.{prefix.rstrip('.')}.state_dict(), path)   # next time",
                     )
-                return Answer(
+                return Diagnosis(
                     f"every name of the model has `{prefix}`, and no name in the checkpoint does: the model is inside {origin}",
                     f"model.{prefix.rstrip('.')}.load_state_dict(state)   # loads into the model inside the wrapper",
                 )
     nested = [key for key in unexpected if key in ("state_dict", "model", "model_state_dict", "net", "weights", "epoch", "optimizer")]
     if nested and missing:
         inner = next((key for key in nested if key not in ("epoch", "optimizer")), nested[0])
-        return Answer(f"the checkpoint holds more than the weights: they are under `{inner}`", f'model.load_state_dict(checkpoint["{inner}"])')
+        return Diagnosis(f"the checkpoint holds more than the weights: they are under `{inner}`", f'model.load_state_dict(checkpoint["{inner}"])')
     said = "; ".join(filter(None, (f"the checkpoint lacks {_some(missing)}" if missing else "", f"the model lacks {_some(unexpected)}" if unexpected else "")))
-    return Answer(
+    return Diagnosis(
         f"{said} ({found['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
@@ -75,20 +75,20 @@ def checkpoint_keys(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE091", "checkpoint-sizes")
-def checkpoint_sizes(failure: FailureRecord) -> Answer | None:
+def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     """A parameter has a different size in the checkpoint.
 
     What:
         A parameter has one size in the file and another in the model. `strict=False` does not help.
     Why it happens:
         The number of classes, the vocabulary or the width differs from that of the saved model.
-    How to mend it:
+    How to fix it:
         Build the model with the settings it was saved with. For a new head, remove its entries:
         `state.pop("fc.weight")`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = hit(failure, RUNTIME, STATE)
+    found = match_message(failure, RUNTIME, STATE)
     if found is None:
         return None
     sizes = re.findall(
@@ -100,15 +100,15 @@ def checkpoint_sizes(failure: FailureRecord) -> Answer | None:
         return None
     name, saved, now = sizes[0]
     more = f" (and {len(sizes) - 1} more)" if len(sizes) > 1 else ""
-    return Answer(
+    return Diagnosis(
         f"`{name}` is {saved.replace(', ', 'x')} in the checkpoint and {now.replace(', ', 'x')} in the model{more}",
         "state = {name: value for name, value in state.items() if value.shape == model.state_dict()[name].shape}\n"
         "model.load_state_dict(state, strict=False)   # parameters of another size keep their new values",
     )
 
 
-@kind("FE092", "refused-by-weights-only")
-def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
+@kind("FE092", "rejected-by-weights-only")
+def rejected_by_weights_only(failure: FailureRecord) -> Diagnosis | None:
     """`weights_only=True` rejects the checkpoint.
 
     What:
@@ -117,13 +117,13 @@ def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Settings, a whole model (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together
         with the weights.
-    How to mend it:
+    How to fix it:
         If you trust the file's author, allow the named class or use `weights_only=False`. Save
         `model.state_dict()` and plain values.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
     """
-    found = hit(
+    found = match_message(
         failure,
         ("UnpicklingError", "RuntimeError"),
         r"Weights only load failed\..*?(?:GLOBAL (?P<name>[\w.<>]+) was not an allowed global|Unsupported class (?P<kind>[\w.]+)"
@@ -134,14 +134,14 @@ def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
         return None
     name = found["name"] or found["kind"] or found["got"]
     if not name:
-        return Answer(
+        return Diagnosis(
             "the checkpoint contains something that `weights_only=True` does not load",
             "torch.load(path, weights_only=False)   # ONLY for a file whose author you trust: it can run arbitrary code\n"
             "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
         )
     module, _, short = name.rpartition(".")
     imported = f"from {module} import {short}\n" if module not in ("", "__main__") else ""
-    return Answer(
+    return Diagnosis(
         f"the checkpoint contains `{name}`, which `weights_only=True` does not load",
         f"{imported}torch.serialization.add_safe_globals([{short}])   # if you trust this class\n"
         "torch.load(path, weights_only=False)                     # ONLY for a file whose author you trust: it can run arbitrary code",
@@ -149,7 +149,7 @@ def refused_by_weights_only(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE093", "broken-checkpoint")
-def broken_checkpoint(failure: FailureRecord) -> Answer | None:
+def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     """The checkpoint file is damaged or not a checkpoint.
 
     What:
@@ -157,13 +157,13 @@ def broken_checkpoint(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The program was killed while it wrote, the disk was full, or a download was interrupted or returned an
         HTML page or a Git LFS pointer.
-    How to mend it:
+    How to fix it:
         `ls -l` and `file` show what the file is. Use the previous checkpoint or download again (`git lfs
         pull`). Write to a temporary file and rename it, so that a kill leaves the old file intact.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
         r"PytorchStreamReader failed (?:reading (?:zip archive|file (?P<part>\S+?))|locating file (?P<part2>\S+?)):? ?(?P<why>[\w .]+)",
@@ -202,7 +202,7 @@ def broken_checkpoint(failure: FailureRecord) -> Answer | None:
         }[key]
     else:
         said = "the file is truncated or is not a torch checkpoint" + (f" ({found['why'].strip()})" if found["why"].strip() else "")
-    return Answer(
+    return Diagnosis(
         said,
         "ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n"
         'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact',
@@ -222,19 +222,19 @@ def _loads(failure: FailureRecord) -> bool:
 
 
 @kind("FE094", "checkpoint-of-a-gpu")
-def checkpoint_of_a_gpu(failure: FailureRecord) -> Answer | None:
+def checkpoint_of_a_gpu(failure: FailureRecord) -> Diagnosis | None:
     """The checkpoint was saved on a device that is not available.
 
     What:
         `torch.load` puts each tensor on the device it was saved on, and that device is not available.
     Why it happens:
         Tensors record their device, and the file was written on a machine with a GPU.
-    How to mend it:
+    How to fix it:
         `torch.load(path, map_location="cpu")`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"Attempting to deserialize object on a (?P<device>\w+) device but torch\.(?:cuda|\w+)\.is_available\(\) is False",
@@ -242,13 +242,13 @@ def checkpoint_of_a_gpu(failure: FailureRecord) -> Answer | None:
     )
     if found is None:
         return None
-    return Answer(
+    return Diagnosis(
         f"the checkpoint was saved on {found['device']}, and this machine has no such device", 'torch.load(path, map_location="cpu")   # then model.to(device)'
     )
 
 
 @kind("FE095", "optimizer-of-another-model")
-def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
+def optimizer_of_another_model(failure: FailureRecord) -> Diagnosis | None:
     """The optimizer's saved state belongs to other parameters.
 
     What:
@@ -256,12 +256,12 @@ def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Layers were added or frozen since, or the parameter groups are built differently (weight decay for
         some).
-    How to mend it:
+    How to fix it:
         Build the optimizer as it was built when it was saved, or create a new one and load only the model.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("ValueError",),
         r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group(?P<size>)",
@@ -270,7 +270,7 @@ def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     what = "a different number of parameter groups" if "different number" in found.thrown.message else "a different number of parameters in a group"
-    return Answer(
+    return Diagnosis(
         f"the saved optimizer has {what} than this one",
         "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
         "model.load_state_dict(checkpoint['model'])   # and create a new optimizer",
@@ -278,7 +278,7 @@ def optimizer_of_another_model(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE096", "writing-failed")
-def writing_failed(failure: FailureRecord) -> Answer | None:
+def writing_failed(failure: FailureRecord) -> Diagnosis | None:
     """The checkpoint could not be written completely.
 
     What:
@@ -286,13 +286,13 @@ def writing_failed(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The disk, the quota or the file size limit is full. torch reports it as a position in the archive, not
         as a full disk.
-    How to mend it:
+    How to fix it:
         Check `df -h . ; df -i . ; ulimit -f`, remove old checkpoints, and write to a temporary file before
         renaming it.
     Sources:
         https://github.com/pytorch/pytorch/issues/112196
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "OSError"),
         r"\[enforce fail at inline_container\.cc:\d+\] ?\.? ?(?:PytorchStreamWriter failed|unexpected pos (?P<at>\d+) vs (?P<wanted>\d+))",
@@ -301,7 +301,7 @@ def writing_failed(failure: FailureRecord) -> Answer | None:
     )
     if found is None or (found["disk"] and not any("torch/serialization" in frame.file.replace("\\", "/") for frame in found.thrown.frames)):
         return None
-    return Answer(
+    return Diagnosis(
         "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
         "df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n"
         'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: keeps the old file until the new one is complete',
@@ -309,20 +309,20 @@ def writing_failed(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE097", "no-such-folder")
-def no_such_folder(failure: FailureRecord) -> Answer | None:
+def no_such_folder(failure: FailureRecord) -> Diagnosis | None:
     """The folder for the checkpoint does not exist.
 
     What:
         `torch.save` creates files, not folders.
     Why it happens:
         The folder was never created, or the program runs in an unexpected working directory.
-    How to mend it:
+    How to fix it:
         `os.makedirs(os.path.dirname(path), exist_ok=True)` before saving, preferably before training.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.save.html
     """
-    found = hit(failure, RUNTIME, r"Parent directory (?P<folder>.{1,300}?) does not exist\.", r"File (?P<path>.{1,300}?) cannot be opened\.")
+    found = match_message(failure, RUNTIME, r"Parent directory (?P<folder>.{1,300}?) does not exist\.", r"File (?P<path>.{1,300}?) cannot be opened\.")
     if found is None:
         return None
     what = f"the folder {found['folder']} does not exist" if found["folder"] else f"{found['path']} cannot be written"
-    return Answer(what, "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early")
+    return Diagnosis(what, "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near, on_own_line, seen
+from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, search_log
 from flatout.plan.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
@@ -35,7 +35,7 @@ NOT_REDIRECTED = (
 
 
 @kind("FE000", "not-redirected")
-def not_redirected(failure: FailureRecord) -> Answer | None:
+def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     """`--device` cannot redirect this use of CUDA.
 
     What:
@@ -44,7 +44,7 @@ def not_redirected(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Triton kernels, CUDA extensions, NCCL, NVML and CUDA graphs exist only for GPUs. A tensor still
         reports its real device: `x.device.type == "cuda"` is False on the CPU.
-    How to mend it:
+    How to fix it:
         Use the script's path without this feature, usually an option. The last lines of the explanation give
         the next command. Without `--device` the script runs unchanged on a machine with such a device.
     Sources:
@@ -56,17 +56,17 @@ def not_redirected(failure: FailureRecord) -> Answer | None:
     for thrown in failure.chain:
         own = thrown.own.text if thrown.own is not None else ""
         if thrown.raised_by_user and "cuda" in own:
-            return Answer(f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
+            return Diagnosis(f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
                           "change or remove this line: a tensor reports its real device")
         seen_at = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
-        for what, where, says, why, mend in () if thrown.raised_by_user else NOT_REDIRECTED:
+        for what, where, says, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
             if any(re.search(where, place) for place in seen_at) or re.match(says, thrown.message, re.DOTALL):
-                return Answer(f"--device {device} cannot redirect {what}: {why}", mend.format(device=device))
+                return Diagnosis(f"--device {device} cannot redirect {what}: {why}", fix.format(device=device))
     return None
 
 
 @kind("FE001", "two-devices")
-def two_devices(failure: FailureRecord) -> Answer | None:
+def two_devices(failure: FailureRecord) -> Diagnosis | None:
     """Tensors are on two devices.
 
     What:
@@ -74,14 +74,14 @@ def two_devices(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A batch was not moved to the device of the model, or a tensor was created inside `forward` without
         `device=`. Or a tensor is a plain attribute of a module, which `.to(device)` does not move.
-    How to mend it:
+    How to fix it:
         Move the named tensor to the device of the other: `x = x.to(next(model.parameters()).device)`.
         Register a module's constant with `register_buffer`, so that `.to(device)` moves it.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
@@ -100,14 +100,14 @@ def two_devices(failure: FailureRecord) -> Answer | None:
     tensors = on_own_line(failure) or failure.tensors
     culprit = next((tensor.name for tensor in tensors if tensor.device == other), found["name"])
     inside = failure.module
-    mend = f"{culprit} = {culprit}.to({one!r})" if culprit and culprit.isidentifier() and one != "meta" else "x = x.to(next(model.parameters()).device)"
+    fix = f"{culprit} = {culprit}.to({one!r})" if culprit and culprit.isidentifier() and one != "meta" else "x = x.to(next(model.parameters()).device)"
     if inside and inside.path and culprit in ("input", "x", ""):
-        mend = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    return Answer(f"an operation{where} got tensors on {one} and on {other}", mend, seen(tensors, 6))
+        fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
+    return Diagnosis(f"an operation{where} got tensors on {one} and on {other}", fix, describe_tensors(tensors, 6))
 
 
 @kind("FE002", "no-gpu")
-def no_gpu(failure: FailureRecord) -> Answer | None:
+def no_gpu(failure: FailureRecord) -> Diagnosis | None:
     """The program requests a GPU and torch sees none.
 
     What:
@@ -116,13 +116,13 @@ def no_gpu(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is
         empty, or the driver is not loaded after a kernel update.
-    How to mend it:
+    How to fix it:
         `nvidia-smi` shows whether the driver works. To run on either device, use
         `device = "cuda" if torch.cuda.is_available() else "cpu"`.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "AssertionError"),
         r"Found no NVIDIA driver on your system(?P<driver>)",
@@ -134,7 +134,7 @@ def no_gpu(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     why = "no NVIDIA driver answers on this machine" if "driver" in found.thrown.message[:24] else "torch sees no GPU from this process"
-    return Answer(
+    return Diagnosis(
         f"the program requests CUDA, and {why}",
         'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it instead of "cuda" and .cuda()\n'
         "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
@@ -143,7 +143,7 @@ def no_gpu(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE003", "no-cuda-build")
-def no_cuda_build(failure: FailureRecord) -> Answer | None:
+def no_cuda_build(failure: FailureRecord) -> Diagnosis | None:
     """This build of torch has no CUDA support.
 
     What:
@@ -151,18 +151,18 @@ def no_cuda_build(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The wheel came from the CPU index (`.../whl/cpu`), the default wheel for this system has no CUDA, or
         another package pulled it in.
-    How to mend it:
+    How to fix it:
         Install the build that fits the driver: `pip install --force-reinstall torch --index-url
         https://download.pytorch.org/whl/cu128`. `python -c "import torch; print(torch.__version__,
         torch.version.cuda)"` shows the installed build.
     Sources:
         https://pytorch.org/get-started/locally/
     """
-    found = hit(failure, ("AssertionError", "RuntimeError"), r"Torch not compiled with CUDA enabled", r"PyTorch is not linked with support for cuda devices")
+    found = match_message(failure, ("AssertionError", "RuntimeError"), r"Torch not compiled with CUDA enabled", r"PyTorch is not linked with support for cuda devices")
     if found is None:
         return None
     version = failure.facts.get("torch", "")
-    return Answer(
+    return Diagnosis(
         f"the installed torch{' ' + version if version else ''} was built without CUDA, and the program requests it",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128\n"
         'device = "cuda" if torch.cuda.is_available() else "cpu"   # to run on the CPU until then',
@@ -170,7 +170,7 @@ def no_cuda_build(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE004", "driver-too-old")
-def driver_too_old(failure: FailureRecord) -> Answer | None:
+def driver_too_old(failure: FailureRecord) -> Diagnosis | None:
     """The NVIDIA driver is too old for this build of torch.
 
     What:
@@ -178,13 +178,13 @@ def driver_too_old(failure: FailureRecord) -> Answer | None:
     Why it happens:
         torch was updated and the driver was not. Within one major version of CUDA old drivers usually work;
         across major versions they never do.
-    How to mend it:
+    How to fix it:
         Update the driver, or install the build of torch for the CUDA version that `nvidia-smi` shows at the
         top right.
     Sources:
         https://docs.nvidia.com/deploy/cuda-compatibility/
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "AssertionError"),
         r"The NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
@@ -197,7 +197,7 @@ def driver_too_old(failure: FailureRecord) -> Answer | None:
     upto = f", which supports CUDA up to {number // 1000}.{number % 1000 // 10}," if number else ""
     wheel = f"cu{number // 1000}{number % 1000 // 10}" if number else "cuXYZ"
     built = f" (built for CUDA {failure.facts['cuda']})" if failure.facts.get("cuda") else ""
-    return Answer(
+    return Diagnosis(
         f"the NVIDIA driver{upto} is too old for this build of torch{built}",
         "update the NVIDIA driver, or install a torch built for the CUDA version that `nvidia-smi` shows:\n"
         f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}",
@@ -205,29 +205,29 @@ def driver_too_old(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE005", "no-kernel-image")
-def no_kernel_image(failure: FailureRecord) -> Answer | None:
+def no_kernel_image(failure: FailureRecord) -> Diagnosis | None:
     """This build has no machine code for the GPU.
 
     What:
         A kernel was launched for which the binary has no code that this GPU can run.
     Why it happens:
         The GPU is newer than the build of torch (or of an extension), or too old for it.
-    How to mend it:
+    How to fix it:
         Compare `torch.cuda.get_device_capability()` with `torch.cuda.get_arch_list()`. Install a build that
         lists the GPU's architecture. Rebuild an extension with `TORCH_CUDA_ARCH_LIST` set to it.
     Sources:
         https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
         https://github.com/pytorch/pytorch/issues/31285
     """
-    found = hit(failure, RUNTIME, r"CUDA error: no kernel image is available for execution on the device")
-    warned = near(failure, r"with CUDA capability sm_(?P<capability>\d+) is not compatible with the current PyTorch installation")
+    found = match_message(failure, RUNTIME, r"CUDA error: no kernel image is available for execution on the device")
+    warned = search_log(failure, r"with CUDA capability sm_(?P<capability>\d+) is not compatible with the current PyTorch installation")
     if found is None:
         return None
     facts = failure.facts
     capability = facts.get("capability") or (f"{warned['capability'][:-1]}.{warned['capability'][-1]}" if warned else "")
     gpu = f"this GPU ({facts['gpu']}, capability {capability})" if facts.get("gpu") else f"this GPU (capability {capability})" if capability else "this GPU"
     built = [f"torch {facts.get('torch', '')} was built for {facts['built_for']}"] if facts.get("built_for") else []
-    return Answer(
+    return Diagnosis(
         f"a kernel was launched that was not built for {gpu}",
         'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the list must contain the capability\n'
         "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # the newest GPUs need a new build\n"
@@ -237,7 +237,7 @@ def no_kernel_image(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE006", "no-such-device")
-def no_such_device(failure: FailureRecord) -> Answer | None:
+def no_such_device(failure: FailureRecord) -> Diagnosis | None:
     """The device number does not exist.
 
     What:
@@ -245,13 +245,13 @@ def no_such_device(failure: FailureRecord) -> Answer | None:
     Why it happens:
         More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (the rest are numbered
         from 0), or the number is hard-coded in the script or the checkpoint.
-    How to mend it:
+    How to fix it:
         Use LOCAL_RANK as the number, start at most `torch.cuda.device_count()` ranks, and count from 0 under
         CUDA_VISIBLE_DEVICES.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/run.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "AssertionError"),
         r"CUDA error: invalid device ordinal",
@@ -261,19 +261,19 @@ def no_such_device(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if found["count"]:
-        return Answer(
+        return Diagnosis(
             f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']} GPUs",
             'torch.load(path, map_location="cuda:0")   # or "cpu"'
         )
     rank = f" (this is rank {failure.rank} of {failure.world_size})" if failure.rank is not None and failure.world_size else ""
-    return Answer(
+    return Diagnosis(
         f"the program named a GPU by a number that this process does not see{rank}",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
     )
 
 
 @kind("FE007", "cuda-after-fork")
-def cuda_after_fork(failure: FailureRecord) -> Answer | None:
+def cuda_after_fork(failure: FailureRecord) -> Diagnosis | None:
     """CUDA was used before the process forked.
 
     What:
@@ -282,17 +282,17 @@ def cuda_after_fork(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The data set or its collate function uses CUDA in a worker, or processes are forked after `.cuda()`.
         Even `torch.cuda.init()`, or `torch.cuda.is_available()` with some settings, counts as use.
-    How to mend it:
+    How to fix it:
         Keep workers on the CPU and move the batch in the training loop. If a child must use CUDA, start it
         with spawn: pass `multiprocessing_context="spawn"` to the loader, or call
         `torch.multiprocessing.set_start_method("spawn")` first under the main guard.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing
     """
-    found = hit(failure, RUNTIME, r"Cannot re-initialize CUDA in forked subprocess", r"CUDA error: initialization error(?P<old>)")
+    found = match_message(failure, RUNTIME, r"Cannot re-initialize CUDA in forked subprocess", r"CUDA error: initialization error(?P<old>)")
     if found is None or (found.thrown.message.startswith("CUDA error") and not any(one.link == "carried" for one in failure.chain)):
         return None
-    return Answer(
+    return Diagnosis(
         "a forked process uses CUDA, and its parent had used CUDA before the fork",
         'DataLoader(..., multiprocessing_context="spawn")          # if the data set must use CUDA; moving the batch in the loop is better\n'
         'torch.multiprocessing.set_start_method("spawn")           # as the first line under if __name__ == "__main__":',

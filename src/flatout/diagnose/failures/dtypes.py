@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, on_own_line, seen
+from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line
 from flatout.plan.failure import FailureRecord
 
 CASTS = {
@@ -51,7 +51,7 @@ def _in_loss(failure: FailureRecord) -> str:
 
 
 @kind("FE010", "two-dtypes")
-def two_dtypes(failure: FailureRecord) -> Answer | None:
+def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     """One operation got two dtypes.
 
     What:
@@ -60,13 +60,13 @@ def two_dtypes(failure: FailureRecord) -> Answer | None:
     Why it happens:
         NumPy numbers are float64 and images uint8, so `torch.from_numpy` gives double or byte. Or part of the
         model was converted (`.half()`, `.bfloat16()`) and its input was not, or autocast ended too early.
-    How to mend it:
+    How to fix it:
         Convert the batch to the dtype of the weights: `x = x.to(weight.dtype)`. For mixed precision use
         `torch.autocast` and leave the model in float32.
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
@@ -87,7 +87,7 @@ def two_dtypes(failure: FailureRecord) -> Answer | None:
     tensors = on_own_line(failure) or failure.tensors
     name = next((tensor.name for tensor in tensors if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()), "x")
     where = layer(failure) or "a product"
-    return Answer(f"{where} got {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", seen(tensors))
+    return Diagnosis(f"{where} got {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", describe_tensors(tensors))
 
 
 def _spelled(name: str) -> str:
@@ -110,7 +110,7 @@ def _common(name: str) -> str:
 
 
 @kind("FE011", "target-dtype")
-def target_dtype(failure: FailureRecord) -> Answer | None:
+def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     """The targets have the wrong dtype for the loss.
 
     What:
@@ -119,12 +119,12 @@ def target_dtype(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Labels were read as floats, or `mse_loss` or `binary_cross_entropy` got the integers that
         `cross_entropy` needs.
-    How to mend it:
+    How to fix it:
         `target.long()` for `cross_entropy` and `nll_loss`, `target.float()` for the others.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf"Found dtype (?P<got>{TYPE}) but expected (?P<wants>{TYPE})",
@@ -148,15 +148,15 @@ def target_dtype(failure: FailureRecord) -> Answer | None:
         wants = "long" if found["wants"] == "Long" else "float"
     target = next((tensor.name for tensor in on_own_line(failure) if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()), "target")
     got = _common(found["got"]) if found["got"] else "another dtype"
-    return Answer(
+    return Diagnosis(
         f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
         f"{target} = {target}.{wants}()",
-        seen(on_own_line(failure)),
+        describe_tensors(on_own_line(failure)),
     )
 
 
 @kind("FE012", "no-such-operation")
-def no_such_operation(failure: FailureRecord) -> Answer | None:
+def no_such_operation(failure: FailureRecord) -> Diagnosis | None:
     """The operation does not support this dtype on this device.
 
     What:
@@ -165,12 +165,12 @@ def no_such_operation(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of
         integers.
-    How to mend it:
+    How to fix it:
         Run this operation in float32: `x.float()`. On the CPU bfloat16 supports more operations than float16.
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf'"(?P<what>[^"]+)" not implemented for \'(?P<dtype>{TYPE})\'',
@@ -181,28 +181,28 @@ def no_such_operation(failure: FailureRecord) -> Answer | None:
     )
     if found is None or "loss" in found["what"] or _in_loss(failure):
         return None
-    return Answer(
+    return Diagnosis(
         f"`{found['what']}` does not support {_common(found['dtype'])} on this device{' in ' + layer(failure) if layer(failure) else ''}",
         "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
         'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
-        seen(on_own_line(failure)),
+        describe_tensors(on_own_line(failure)),
     )
 
 
 @kind("FE013", "index-dtype")
-def index_dtype(failure: FailureRecord) -> Answer | None:
+def index_dtype(failure: FailureRecord) -> Diagnosis | None:
     """The indices are not integers.
 
     What:
         An embedding or an index operation got a dtype that cannot be an index.
     Why it happens:
         Tokens or labels were read as floats, or an operation converted them to floats.
-    How to mend it:
+    How to fix it:
         `tokens = tokens.long()`, preferably in the data set.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "IndexError", "TypeError"),
         r"Expected tensor for argument #\d+ 'indices' to have one of the following scalar types: "
@@ -217,29 +217,29 @@ def index_dtype(failure: FailureRecord) -> Answer | None:
     tensors = on_own_line(failure) or failure.tensors
     name = next((tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index")
     got = f" as {_common(found['got'])}" if found["got"] else ""
-    return Answer(
+    return Diagnosis(
         f"{layer(failure) or 'an index operation'} got indices{f' (`{name}`)' if name != 'index' else ''}{got} and needs integers",
         f"{name} = {name}.long()",
-        seen(tensors),
+        describe_tensors(tensors),
     )
 
 
 @kind("FE014", "numpy-has-no-bfloat16")
-def numpy_has_no_bfloat16(failure: FailureRecord) -> Answer | None:
+def numpy_has_no_bfloat16(failure: FailureRecord) -> Diagnosis | None:
     """A bfloat16 tensor was converted to NumPy.
 
     What:
         `.numpy()` was called on a tensor whose dtype NumPy does not support.
     Why it happens:
         The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
-    How to mend it:
+    How to fix it:
         `x.float().numpy()`; for a tensor with a gradient or on a GPU `x.detach().float().cpu().numpy()`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
     """
-    found = hit(failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)")
+    found = match_message(failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)")
     if found is None:
         return None
     names = [tensor.name for tensor in on_own_line(failure) if tensor.dtype.lower() == found["dtype"].lower()]
     name = names[0] if names else "x"
-    return Answer(f"`{name}` is {found['dtype'].lower()}, which NumPy does not support", f"{name}.detach().float().cpu().numpy()", seen(on_own_line(failure)))
+    return Diagnosis(f"`{name}` is {found['dtype'].lower()}, which NumPy does not support", f"{name}.detach().float().cpu().numpy()", describe_tensors(on_own_line(failure)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, shape, sizes
+from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, layer, match_message, shape, sizes
 from flatout.plan.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 
 @kind("FE021", "convolution-input")
-def convolution_input(failure: FailureRecord) -> Answer | None:
+def convolution_input(failure: FailureRecord) -> Diagnosis | None:
     """A convolution got the wrong number of channels or dimensions.
 
     What:
@@ -19,13 +19,13 @@ def convolution_input(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Grey images in a network for colour images or the reverse, images with channels last as in NumPy and
         PIL (NHWC), or an image without a batch dimension.
-    How to mend it:
+    How to fix it:
         `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)`
         for a single image, `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         rf"Given groups=(?P<groups>\d+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
@@ -41,35 +41,35 @@ def convolution_input(failure: FailureRecord) -> Answer | None:
         layer(failure) or f"a convolution (weight {shape(found['weight'])})" if found["weight"] else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
     )
     if not found["wants"]:
-        return Answer(
+        return Diagnosis(
             f"{name} got an input of {shape(found['size'])} and expects {found['dims'] or 'another number of dimensions'}",
             "x = x.unsqueeze(0)   # a single image: add the batch dimension",
             sizes(failure),
         )
     numbers = re.findall(r"\d+", found["size"])
     if numbers and numbers[-1] == found["wants"] and numbers[-1] != found["got"]:
-        mend = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
+        fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
     elif found["wants"] == "3" and found["got"] == "1":
-        mend = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
+        fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
     else:
-        mend = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
-    return Answer(f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})", mend, sizes(failure))
+        fix = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
+    return Diagnosis(f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})", fix, sizes(failure))
 
 
 @kind("FE022", "batch-norm-width")
-def batch_norm_width(failure: FailureRecord) -> Answer | None:
+def batch_norm_width(failure: FailureRecord) -> Diagnosis | None:
     """Batch normalisation got the wrong number of channels.
 
     What:
         `num_features` must equal the input's channels (its second size).
     Why it happens:
         The layer before it was changed, or the layers are called in another order than they are defined.
-    How to mend it:
+    How to fix it:
         `nn.BatchNorm2d(channels of the input)`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "ValueError"),
         r"(?P<what>running_mean|running_var|weight|bias) should contain (?P<got>\d+) elements not (?P<wants>\d+)",
@@ -82,16 +82,16 @@ def batch_norm_width(failure: FailureRecord) -> Answer | None:
         return None
     name = layer(failure) or "the normalisation"
     if found["dims"]:
-        return Answer(
+        return Diagnosis(
             f"{name} expects {found['dims']} input and got {found['got']} dimensions",
             "nn.BatchNorm1d for rows (NxC), BatchNorm2d for images (NxCxHxW), BatchNorm3d for volumes",
             sizes(failure),
         )
-    return Answer(f"{name} expects {found['wants']} channels and got {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
+    return Diagnosis(f"{name} expects {found['wants']} channels and got {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
 
 
 @kind("FE023", "batch-norm-of-one")
-def batch_norm_of_one(failure: FailureRecord) -> Answer | None:
+def batch_norm_of_one(failure: FailureRecord) -> Diagnosis | None:
     """Batch normalisation got a batch of one.
 
     What:
@@ -99,23 +99,23 @@ def batch_norm_of_one(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The last batch of an epoch has one sample (`len(dataset) % batch_size == 1`), or the model should be
         in `eval()` mode.
-    How to mend it:
+    How to fix it:
         `DataLoader(..., drop_last=True)` for training; `model.eval()` to evaluate single samples.
     Sources:
         https://github.com/pytorch/pytorch/issues/4534
     """
-    found = hit(failure, ("ValueError",), rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})")
+    found = match_message(failure, ("ValueError",), rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})")
     if found is None:
         return None
     at = f" (batch {failure.batch} of the loader)" if failure.batch else ""
-    return Answer(
+    return Diagnosis(
         f"{layer(failure) or 'a normalisation'} got a batch of one{at}, {shape(found['size'])}, and cannot compute its variance",
         "DataLoader(..., drop_last=True)   # if the last batch of the epoch has one sample\nmodel.eval()                      # if this is not training",
     )
 
 
 @kind("FE027", "layer-width")
-def layer_width(failure: FailureRecord) -> Answer | None:
+def layer_width(failure: FailureRecord) -> Diagnosis | None:
     """A normalisation, recurrent or attention layer got the wrong width.
 
     What:
@@ -123,12 +123,12 @@ def layer_width(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The tokenizer, embedding or feature set differs from the one the layer was written for, or batch and
         time are swapped.
-    How to mend it:
+    How to fix it:
         Give the layer the width of its input, and check `batch_first`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "ValueError", "AssertionError"),
         rf"Given normalized_shape=(?P<wants>\[[\d, ]+\]), expected input with shape (?P<form>\[.*?\]), but got input of size ?(?P<got>{SIZE})",
@@ -148,18 +148,18 @@ def layer_width(failure: FailureRecord) -> Answer | None:
     if found["form"]:  # as many of the last sizes as the layer normalises
         got = "x".join(got.split("x")[-len(wants.split("x")) :])
     if "divisible by num_heads" in found.thrown.message:
-        return Answer(
+        return Diagnosis(
             "the attention width is not a multiple of the number of heads", "embed_dim % num_heads == 0   # choose heads that divide the width", sizes(failure)
         )
     if not wants:
-        return Answer(f"{name} got {got} dimensions", "x.unsqueeze(0)   # a single sequence: add the batch dimension", sizes(failure))
-    return Answer(
+        return Diagnosis(f"{name} got {got} dimensions", "x.unsqueeze(0)   # a single sequence: add the batch dimension", sizes(failure))
+    return Diagnosis(
         f"{name} expects {wants} and got {got}", f"build the layer for {got}, or check batch_first and the input tokens", sizes(failure)
     )
 
 
 @kind("FE028", "too-small-for-the-kernel")
-def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
+def too_small_for_the_kernel(failure: FailureRecord) -> Diagnosis | None:
     """The image is smaller than the kernel.
 
     What:
@@ -167,13 +167,13 @@ def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The network halves the image more often than its size allows: it was written for 224 pixels and gets
         32 or 28.
-    How to mend it:
+    How to fix it:
         Use larger images (`transforms.Resize`), less stride or pooling in the first layers, `padding=`, or
         `nn.AdaptiveAvgPool2d(1)` at the end.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"Calculated padded input size per channel: \((?P<got>[\d x]+)\)\. Kernel size: \((?P<wants>[\d x]+)\)\. Kernel size can't be greater",
@@ -184,7 +184,7 @@ def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
         return None
     got = found["got"].replace(" ", "")
     window = f" with a kernel of {found['wants'].replace(' ', '')}" if found["wants"] else ""
-    return Answer(
+    return Diagnosis(
         f"{layer(failure) or 'a convolution or pooling'} got an image of {got}{window}: the output would be empty",
         "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or less downsampling: the first strides and poolings are for 224 pixels",
         sizes(failure),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind
-from flatout.plan.failure import FailureRecord, Thrown
+from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, match_message
+from flatout.plan.failure import ExceptionRecord, FailureRecord
 
 SIGNALS = {
     "Killed": "SIGKILL: the OOM killer, or a user",
@@ -16,7 +16,7 @@ SIGNALS = {
 }
 
 
-def _carried(failure: FailureRecord) -> tuple[Thrown, Thrown] | None:
+def _carried(failure: FailureRecord) -> tuple[ExceptionRecord, ExceptionRecord] | None:
     """The exception of another process, and the exception of this process that contains it."""
     for inner, outer in zip(failure.chain, failure.chain[1:], strict=False):
         if inner.link == "carried":
@@ -25,7 +25,7 @@ def _carried(failure: FailureRecord) -> tuple[Thrown, Thrown] | None:
 
 
 @kind("FE070", "error-in-a-worker", reports=True)
-def error_in_a_worker(failure: FailureRecord) -> Answer | None:
+def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
     """An exception in a loader worker or a spawned process.
 
     What:
@@ -34,7 +34,7 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The inner exception shows the cause. In a worker, `__getitem__`, a transform or the collate function
         raised it.
-    How to mend it:
+    How to fix it:
         Fix the named line. `num_workers=0` runs the same code in the main process, where a debugger can stop
         at it.
     Sources:
@@ -52,7 +52,7 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
     own = inner.own
     line = f" at {own.place().sentence()}" if own else ""
     first = inner.message.split("\n")[0][:160]
-    return Answer(
+    return Diagnosis(
         f"{inner.type.rpartition('.')[2]} in {name}{line}" + (f": {first}" if first else ""),
         "DataLoader(..., num_workers=0)   # runs the same code in this process, where a debugger can stop at it"
         if where
@@ -63,7 +63,7 @@ def error_in_a_worker(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE071", "worker-ended")
-def worker_ended(failure: FailureRecord) -> Answer | None:
+def worker_ended(failure: FailureRecord) -> Diagnosis | None:
     """A loader worker or a child process ended unexpectedly.
 
     What:
@@ -72,7 +72,7 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
         SIGKILL usually comes from the OOM killer. SIGSEGV and SIGABRT come from native code (decoders,
         OpenCV, a library that is not fork-safe). An exit without a message comes from `os._exit` or a library
         that calls it.
-    How to mend it:
+    How to fix it:
         `num_workers=0` shows whether the code itself fails. If memory is the cause, use fewer workers. For a
         library that is not fork-safe use `multiprocessing_context="spawn"`, and for OpenCV
         `cv2.setNumThreads(0)`.
@@ -80,7 +80,7 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
         https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
         https://github.com/pytorch/pytorch/issues/8976
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "ProcessExitedException"),
         r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
@@ -91,7 +91,7 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
     )
     inner = None
     if found is None and _handing_over(failure):
-        return Answer(
+        return Diagnosis(
             "a loader worker ended while it passed on a batch (the reason was not reported)",
             "DataLoader(..., num_workers=0)                             # does the code itself fail?\n"
             "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it out of memory? then use fewer workers",
@@ -99,7 +99,7 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
     if found is None or found["signal"] == "Bus error":
         return None
     if not found["signal"]:  # the previous exception may name the signal
-        inner = hit(failure, RUNTIME, r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.")
+        inner = match_message(failure, RUNTIME, r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.")
     signal = found["signal"] or (inner["signal"] if inner else "")
     if signal == "Bus error":
         return None
@@ -113,7 +113,7 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
     else:
         said = f"{who} ended unexpectedly" + (f" with exit code {found['code']}" if found["code"] else ", without an exception")
     memory = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers\n" if signal == "Killed" else ""
-    return Answer(
+    return Diagnosis(
         said,
         memory + "DataLoader(..., num_workers=0)                      # does the code itself fail?\n"
         'DataLoader(..., multiprocessing_context="spawn")    # for a library that is not fork-safe; cv2.setNumThreads(0) for OpenCV',
@@ -122,12 +122,12 @@ def worker_ended(failure: FailureRecord) -> Answer | None:
 
 def _handing_over(failure: FailureRecord) -> bool:
     """Whether a shared-memory tensor was requested from a process that no longer exists."""
-    gone = hit(failure, ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError"), r"")
+    gone = match_message(failure, ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError"), r"")
     return gone is not None and any(frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames)
 
 
 @kind("FE072", "samples-of-other-sizes")
-def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
+def samples_of_other_sizes(failure: FailureRecord) -> Diagnosis | None:
     """The samples of a batch have different sizes.
 
     What:
@@ -135,13 +135,13 @@ def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Images were not resized to one size, sequences were not padded, or a sample is damaged (grey instead
         of colour).
-    How to mend it:
+    How to fix it:
         Use a transform that gives a fixed size, or `collate_fn=` with `pad_sequence` for sequences.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
     """
     collating = any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"stack expects each tensor to be equal size, but got (?P<one>\[[\d, ]*\]) at entry 0 and (?P<other>\[[\d, ]*\]) at entry (?P<at>\d+)",
@@ -157,7 +157,7 @@ def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
     else:
         said, image = f"the samples{batch} are lists of different lengths (or share memory that cannot grow): they cannot be stacked into one tensor", False
     pad = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"
-    return Answer(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels\n{pad}" if image else pad)
+    return Diagnosis(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels\n{pad}" if image else pad)
 
 
 def _collates(failure: FailureRecord) -> bool:
@@ -165,8 +165,8 @@ def _collates(failure: FailureRecord) -> bool:
     return any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
 
 
-@kind("FE073", "sample-of-a-strange-type")
-def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
+@kind("FE073", "uncollatable-sample")
+def uncollatable_sample(failure: FailureRecord) -> Diagnosis | None:
     """A sample has a type that the loader cannot collate.
 
     What:
@@ -174,13 +174,13 @@ def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
     Why it happens:
         `__getitem__` returns None for a damaged sample, a PIL image without a transform to a tensor, or a
         custom object.
-    How to mend it:
+    How to fix it:
         Put `transforms.ToTensor()` at the end of the transforms, or use a `collate_fn` that drops None or
         handles the objects.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
     """
-    found = hit(
+    found = match_message(
         failure,
         ("TypeError", "RuntimeError"),
         r"Could not infer dtype of (?P<type>\w+)" if _collates(failure) else r"(?!)",
@@ -192,16 +192,16 @@ def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
         return None
     name = found["type"]
     if name == "NoneType":
-        mend = "DataLoader(..., collate_fn=lambda rows: default_collate([row for row in rows if row is not None]))   # drops damaged samples"
+        fix = "DataLoader(..., collate_fn=lambda rows: default_collate([row for row in rows if row is not None]))   # drops damaged samples"
     elif name.startswith("PIL."):
-        mend = "transforms.ToTensor()   # as the last transform"
+        fix = "transforms.ToTensor()   # as the last transform"
     else:
-        mend = "DataLoader(..., collate_fn=...)   # a function that handles this type; or return tensors from __getitem__"
-    return Answer(f"the data set returned a sample of type {name}, and the loader cannot collate it", mend)
+        fix = "DataLoader(..., collate_fn=...)   # a function that handles this type; or return tensors from __getitem__"
+    return Diagnosis(f"the data set returned a sample of type {name}, and the loader cannot collate it", fix)
 
 
 @kind("FE074", "cannot-be-pickled")
-def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
+def cannot_be_pickled(failure: FailureRecord) -> Diagnosis | None:
     """An object for a spawned process cannot be pickled.
 
     What:
@@ -210,13 +210,13 @@ def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A lambda or a nested function (as a transform or `collate_fn`), a nested class, an open file, a lock,
         a database connection or a generator.
-    How to mend it:
+    How to fix it:
         Define functions and classes at the top of a module, and use `functools.partial` instead of a lambda.
         Open files and connections in the worker (on first use, or in `worker_init_fn`).
     Sources:
         https://docs.python.org/3/library/pickle.html#what-can-be-pickled-and-unpickled
     """
-    found = hit(
+    found = match_message(
         failure,
         ("AttributeError", "TypeError", "PicklingError", "PickleError"),
         r"Can't (?:pickle|get) local object '(?P<local>[^']+)'",
@@ -229,13 +229,13 @@ def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
     if found is None or (found.thrown.frames and not _starts_a_process(failure)):
         return None  # the program pickles or copies for another purpose
     if found["attribute"]:
-        return Answer(
+        return Diagnosis(
             f"a child process does not find `{found['attribute']}` in {found['module']}: it was defined in code that the new process does not run",
             "define it at the top of a module that can be imported (not under the main guard, not in a notebook)",
         )
     what = found["local"] or found["object"] or f"an object of type {found['type']}"
     function = "lambda" in what or "<locals>" in what
-    return Answer(
+    return Diagnosis(
         f"`{what}` cannot be pickled, and a spawned process receives everything pickled",
         "def at_the_top_of_the_module(x): ...   # instead of a lambda or a nested function; functools.partial for arguments"
         if function
@@ -248,7 +248,7 @@ def _starts_a_process(failure: FailureRecord) -> bool:
 
 
 @kind("FE075", "no-main-guard")
-def no_main_guard(failure: FailureRecord) -> Answer | None:
+def no_main_guard(failure: FailureRecord) -> Diagnosis | None:
     """A script starts processes without a main guard.
 
     What:
@@ -256,19 +256,19 @@ def no_main_guard(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Code that starts workers (or trains) is at the top level of the script, and processes are spawned
         (macOS, Windows, or by choice).
-    How to mend it:
+    How to fix it:
         Put the code that starts the training under `if __name__ == "__main__":`.
     Sources:
         https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods
     """
-    found = hit(failure, RUNTIME, r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase")
+    found = match_message(failure, RUNTIME, r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase")
     if found is None:
         return None
-    return Answer("the script starts processes on import, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
+    return Diagnosis("the script starts processes on import, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
 
 
 @kind("FE076", "loader-timed-out")
-def loader_timed_out(failure: FailureRecord) -> Answer | None:
+def loader_timed_out(failure: FailureRecord) -> Diagnosis | None:
     """The data loader timed out.
 
     What:
@@ -276,16 +276,16 @@ def loader_timed_out(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A sample takes longer than that (a slow disk, a download), or a worker hangs (a lock held at the fork,
         a deadlock of OpenCV).
-    How to mend it:
+    How to fix it:
         Use a longer `timeout`, or 0 for none. Use `num_workers=0` to see how long one batch takes.
     Sources:
         https://docs.pytorch.org/docs/stable/data.html
     """
-    found = hit(failure, RUNTIME, r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
+    found = match_message(failure, RUNTIME, r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
     if found is None:
         return None
     batch = f" after {failure.batch + 1} batches" if failure.batch is not None else ""
-    return Answer(
+    return Diagnosis(
         f"no loader worker returned a batch within {found['seconds']} seconds{batch}",
         "DataLoader(..., timeout=0)       # or longer than the slowest batch\nDataLoader(..., num_workers=0)   # shows how long one batch takes, and where",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near, on_own_line, seen, shape
+from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, search_log, shape
 from flatout.plan.failure import FailureRecord, TensorSeen
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
@@ -37,7 +37,7 @@ def _user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[Tenso
 
 
 @kind("FE030", "index-out-of-range")
-def index_out_of_range(failure: FailureRecord) -> Answer | None:
+def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     """A token or index is outside the table.
 
     What:
@@ -45,14 +45,14 @@ def index_out_of_range(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The tokenizer's vocabulary is larger than `num_embeddings`, tokens were added without resizing the
         embedding, the padding is -1, or a position is beyond the longest sequence.
-    How to mend it:
+    How to fix it:
         `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))`
         in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
         of positions.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("IndexError", "RuntimeError"),
         r"index out of range in self",
@@ -66,25 +66,25 @@ def index_out_of_range(failure: FailureRecord) -> Answer | None:
     bad = out_of_range(_user_names(failure, failure.tensors), rows)
     name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
     if bad is None and not found["index"]:
-        return Answer(
+        return Diagnosis(
             f"{name} was indexed with a row that it does not have" + (f"; it has {rows:,} rows" if rows else ""),
             "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
-            seen(failure.tensors),
+            describe_tensors(failure.tensors),
         )
     value, where, what = (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ") if bad else (found.number("index"), "", "it was indexed with ")
     has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
-    return Answer(
+    return Diagnosis(
         f"{what}{value:,}{where}{_batch(failure)}, and {has}",
         f"nn.Embedding({value + 1 if value > 0 else '...'}, ...)   # at least the largest token plus one\n"
         "model.resize_token_embeddings(len(tokenizer))   # in transformers, after tokens were added"
         if value >= 0
         else f"padding_idx=0, or replace {value} before the look-up: rows below 0 do not exist",
-        seen(failure.tensors),
+        describe_tensors(failure.tensors),
     )
 
 
 @kind("FE031", "label-out-of-range")
-def label_out_of_range(failure: FailureRecord) -> Answer | None:
+def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     """A label is not a class of the model.
 
     What:
@@ -92,13 +92,13 @@ def label_out_of_range(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Labels start at 1, the last layer has fewer outputs than the data set has classes, or unlabelled
         pixels are 255.
-    How to mend it:
+    How to fix it:
         `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
         entries.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("IndexError", "RuntimeError"),
         r"Target (?P<label>-?\d+) is out of bounds",
@@ -111,16 +111,16 @@ def label_out_of_range(failure: FailureRecord) -> Answer | None:
     bad = out_of_range(_user_names(failure, failure.tensors), classes)
     label = found.number("label") if found["label"] else bad[1] if bad else None
     if label is None:
-        return Answer("`one_hot` got a label that is not a class", "F.one_hot(target, num_classes=int(target.max()) + 1)", seen(failure.tensors))
+        return Diagnosis("`one_hot` got a label that is not a class", "F.one_hot(target, num_classes=int(target.max()) + 1)", describe_tensors(failure.tensors))
     has = f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
     holder = bad[0].name if bad and bad[1] == label else "the target"
     where = _at(bad[2]) if bad and bad[1] == label else ""
-    return Answer(
-        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}", label_mend(label, classes), seen(_user_names(failure, failure.tensors))
+    return Diagnosis(
+        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}", label_fix(label, classes), describe_tensors(_user_names(failure, failure.tensors))
     )
 
 
-def label_mend(label: int, classes: int | None) -> str:
+def label_fix(label: int, classes: int | None) -> str:
     if label < 0:
         return f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
     lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
@@ -132,7 +132,7 @@ def label_mend(label: int, classes: int | None) -> str:
 
 
 @kind("FE032", "target-shape")
-def target_shape(failure: FailureRecord) -> Answer | None:
+def target_shape(failure: FailureRecord) -> Diagnosis | None:
     """The labels have the wrong shape for the loss.
 
     What:
@@ -141,13 +141,13 @@ def target_shape(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Labels have an extra dimension of 1, labels are one-hot integers, the batch was flattened into the
         features, or tokens and logits were not flattened together.
-    How to mend it:
+    How to fix it:
         `target.squeeze(1)`, `target.argmax(1)` for one-hot labels, `logits.flatten(0, 1), target.flatten()`
         for sequences.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("ValueError", "RuntimeError"),
         r"Expected input batch_size \((?P<got>\d+)\) to match target batch_size \((?P<wants>\d+)\)",
@@ -161,28 +161,28 @@ def target_shape(failure: FailureRecord) -> Answer | None:
     )
     if found is None:
         return None
-    tensors = seen(_user_names(failure, failure.tensors))
+    tensors = describe_tensors(_user_names(failure, failure.tensors))
     if found["multi"]:
-        return Answer(
+        return Diagnosis(
             "the labels have one dimension too many: the loss needs one class number per sample",
             "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
             tensors,
         )
     if not found["got"] and not found["wants"]:
-        return Answer(
+        return Diagnosis(
             "the loss needs logits of NxC and got a single row" if not found["spatial"] else "the loss needs labels of NxHxW for logits of NxCxHxW",
             "logits = logits.unsqueeze(0)   # one sample: add its batch" if not found["spatial"] else "target = target.squeeze(1)   # labels of Nx1xHxW",
             tensors,
         )
     got, wants = found["got"], found["wants"]
     if got.isdigit() and wants.isdigit():
-        return Answer(
+        return Diagnosis(
             f"the loss got {got} rows of logits and {wants} labels",
             "x = x.flatten(1)   # keeps the batch, unlike x.view(-1, features)\n"
             "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
             tensors,
         )
-    return Answer(
+    return Diagnosis(
         f"the loss got labels of {shape(got)} and needs {shape(wants)}",
         "F.cross_entropy(logits.transpose(1, 2), target)   # classes are the second dimension: NxCxT with NxT",
         tensors,
@@ -194,19 +194,19 @@ def _in_cross_entropy(failure: FailureRecord) -> bool:
 
 
 @kind("FE033", "binary-target-shape")
-def binary_target_shape(failure: FailureRecord) -> Answer | None:
+def binary_target_shape(failure: FailureRecord) -> Diagnosis | None:
     """The targets of a binary loss differ in shape from the output.
 
     What:
         `binary_cross_entropy` needs targets of exactly the shape of the output.
     Why it happens:
         A network with one output gives Nx1, and the labels are N.
-    How to mend it:
+    How to fix it:
         `output.squeeze(1)` or `target[:, None]`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("ValueError",),
         rf"Target size \((?P<target>{SIZE})\) must be the same as input size \((?P<input>{SIZE})\)",
@@ -215,35 +215,35 @@ def binary_target_shape(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     given, wanted = shape(found["target"]), shape(found["input"])
-    mend = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # if both have as many elements"
-    return Answer(f"the targets are {given} and the output is {wanted}; the loss needs equal shapes", mend, seen(_user_names(failure, failure.tensors)))
+    fix = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # if both have as many elements"
+    return Diagnosis(f"the targets are {given} and the output is {wanted}; the loss needs equal shapes", fix, describe_tensors(_user_names(failure, failure.tensors)))
 
 
 @kind("FE034", "not-a-probability")
-def not_a_probability(failure: FailureRecord) -> Answer | None:
+def not_a_probability(failure: FailureRecord) -> Diagnosis | None:
     """The input of a binary loss is not a probability.
 
     What:
         `binary_cross_entropy` needs an input between 0 and 1.
     Why it happens:
         The sigmoid is missing, or the output is NaN.
-    How to mend it:
+    How to fix it:
         `F.binary_cross_entropy_with_logits(logits, target)`, which is also more accurate, with no sigmoid
         before it.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
     """
-    found = hit(failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1")
+    found = match_message(failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1")
     if found is None:
         return None
     if found["what"] == "target":
-        return Answer(
-            "the targets of a binary loss are outside [0, 1]", "target = target / target.max()   # or read the right column of the data", seen(failure.tensors)
+        return Diagnosis(
+            "the targets of a binary loss are outside [0, 1]", "target = target / target.max()   # or read the right column of the data", describe_tensors(failure.tensors)
         )
-    return Answer(
+    return Diagnosis(
         "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
         "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
-        seen(_user_names(failure, failure.tensors)),
+        describe_tensors(_user_names(failure, failure.tensors)),
     )
 
 
@@ -255,7 +255,7 @@ CLASSES = re.compile(r"(?:t|cur_target|target_val)\w* (?:>= 0|< n_classes)")
 
 
 @kind("FE035", "device-side-assert")
-def device_side_assert(failure: FailureRecord) -> Answer | None:
+def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     """An assertion on the GPU failed.
 
     What:
@@ -264,20 +264,20 @@ def device_side_assert(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The causes are those of label-out-of-range and index-out-of-range on the CPU, a probability outside
         [0, 1] in a binary loss, or an index that is too large.
-    How to mend it:
+    How to fix it:
         Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`. Or set
         CUDA_LAUNCH_BLOCKING=1 so that the traceback shows the right line.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"(?:CUDA|HIP) error: device-side assert triggered",
         r"cuda runtime error \(\d+\) : device-side assert triggered",
         r"cuDNN error: CUDNN_STATUS_MAPPING_ERROR(?!)",
     )
-    asserted = near(failure, ASSERTED)
+    asserted = search_log(failure, ASSERTED)
     if found is None and (asserted is None or (failure.chain and failure.chain[-1].frames)):
         return None
     what = asserted["what"] if asserted else ""
@@ -290,30 +290,30 @@ def device_side_assert(failure: FailureRecord) -> Answer | None:
     bad = out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes) if classes and (not what or CLASSES.search(what)) else None
     if bad is not None:
         tensor, value, where = bad
-        return Answer(
+        return Diagnosis(
             f"the label {value} (`{tensor.name}`{_at(where)}{_batch(failure)}) is not a class: the model has {classes} outputs (0 "
             f"to {classes - 1 if classes else 0})",
-            label_mend(value, classes),
-            [*evidence, *seen(tensors)],
+            label_fix(value, classes),
+            [*evidence, *describe_tensors(tensors)],
         )
     if CLASSES.search(what):
         sample = f"; sample {asserted['thread']} of its batch or a multiple of the block after it" if asserted and "2d" not in what else ""
         said = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
-        mend = (
+        fix = (
             "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss; names the label\n"
             "nn.Linear(..., classes)   # as many outputs as there are classes"
         )
     elif re.search(r"srcIndex|index.{0,40}(?:<|out of bounds)|idx", what):
         said = "an index (a token, a position, a row) is out of range, found on the GPU"
-        mend = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest token must be below num_embeddings"
+        fix = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest token must be below num_embeddings"
     elif re.search(r"input_val|zero.{0,10}one|>= 0 && .{0,20}<= 1", what):
         said = "the input of a binary loss is not a probability (or it is NaN), found on the GPU"
-        mend = "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it"
+        fix = "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it"
     else:
         said = "a kernel got an invalid value, and the GPU reports it late: the real error may be before the line below"
-        mend = "check labels and tokens: they must be in 0 .. classes - 1"
+        fix = "check labels and tokens: they must be in 0 .. classes - 1"
     running = f" ({layer(failure)} was running when the GPU reported it)" if layer(failure) else ""
-    return Answer(said + running, mend + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line", evidence)
+    return Diagnosis(said + running, fix + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line", evidence)
 
 
 def _logits(failure: FailureRecord) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal as signals
 
-from flatout.diagnose.kind import RUNTIME, Answer, Hit, hit, kind, layer, near
+from flatout.diagnose.kind import RUNTIME, Diagnosis, MessageMatch, kind, layer, match_message, search_log
 from flatout.plan.failure import FailureRecord
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -30,7 +30,7 @@ def spelled(count: float | None) -> str:
 
 
 @kind("FE040", "gpu-out-of-memory")
-def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
+def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """The GPU's memory is full.
 
     What:
@@ -39,7 +39,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
         The peak of a step (weights, gradients, optimizer state, activations) exceeds the GPU's memory. Or
         another process uses part of it. Or torch's own pool has enough free memory, but in blocks that are
         too small (fragmentation).
-    How to mend it:
+    How to fix it:
         In the order of their cost: Return fragments with `PYTORCH_ALLOC_CONF=expandable_segments:True`; the
         result is the same. Halve the activations with `torch.autocast("cuda", torch.bfloat16)`; the rounding
         differs, and it is often faster. Use a smaller batch with gradient accumulation; the result is the
@@ -50,7 +50,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
         https://docs.pytorch.org/docs/stable/checkpoint.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
@@ -81,10 +81,10 @@ def gpu_out_of_memory(failure: FailureRecord) -> Answer | None:
     has = f", and {spelled(free)} of {spelled(total)} are free" if total and free is not None else ""
     evidence = _evidence(failure, found, total, free, allocated, idle)
     ways = _ways(needed, free, idle)
-    return Answer(f"the GPU's memory is full: {what}{has}", "\n".join(ways), [*evidence, *_fits(failure, needed, free, idle)], levers=("allocator", "autocast"))
+    return Diagnosis(f"the GPU's memory is full: {what}{has}", "\n".join(ways), [*evidence, *_fits(failure, needed, free, idle)], levers=("allocator", "autocast"))
 
 
-def _evidence(failure: FailureRecord, found: Hit, total: int | None, free: int | None, allocated: int | None, idle: int | None) -> list[str]:
+def _evidence(failure: FailureRecord, found: MessageMatch, total: int | None, free: int | None, allocated: int | None, idle: int | None) -> list[str]:
     lines = []
     if allocated is not None:
         lines.append(f"torch holds {spelled(allocated)} in tensors" + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else ""))
@@ -129,7 +129,7 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
 
 
 @kind("FE041", "host-out-of-memory")
-def host_out_of_memory(failure: FailureRecord) -> Answer | None:
+def host_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """The host's memory is full or limited.
 
     What:
@@ -138,13 +138,13 @@ def host_out_of_memory(failure: FailureRecord) -> Answer | None:
         The whole data set is read into memory. A list of tensors grows (losses kept with their graphs). A
         shape is wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is
         below the machine's memory.
-    How to mend it:
+    How to fix it:
         Read the data as it is used (`numpy.load(..., mmap_mode="r")`), keep numbers instead of tensors
         (`loss.item()`), use fewer workers, and check the requested shape.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "MemoryError", "_ArrayMemoryError"),
         r"\[enforce fail at alloc_cpu\.cpp:\d+\] .{0,80}?DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to "
@@ -159,7 +159,7 @@ def host_out_of_memory(failure: FailureRecord) -> Answer | None:
     needed = found.number("needed") if found["needed"] else in_bytes(found["amount"])
     asks = f"{spelled(needed)} were requested" if needed else "more was requested than the system can give"
     shape = f" for an array of {found['shape']}" if found["shape"] else ""
-    return Answer(
+    return Diagnosis(
         f"the host's memory is full or limited: {asks}{shape}{' in ' + layer(failure) if layer(failure) else ''}",
         "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # the machine's memory and the limits of this process\n"
         'numpy.load(path, mmap_mode="r")                     # reads the data as it is used\n'
@@ -168,7 +168,7 @@ def host_out_of_memory(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE042", "killed")
-def killed(failure: FailureRecord) -> Answer | None:
+def killed(failure: FailureRecord) -> Diagnosis | None:
     """The process was killed with SIGKILL.
 
     What:
@@ -176,14 +176,14 @@ def killed(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Usually the kernel's OOM killer, when the machine or the container is out of memory. A scheduler at
         its time limit, `docker stop` or a user can also send the signal.
-    How to mend it:
+    How to fix it:
         `dmesg -T | grep -i -E "oom|killed"` and `cat /sys/fs/cgroup/memory.events` (oom_kill) show whether
         memory was the cause. If so, use fewer loader workers, read data as it is used, and keep no lists of
         tensors.
     Sources:
         https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     """
-    oom = near(
+    oom = search_log(
         failure,
         r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
         r"oom[-_]kill(?:er)? event|OOMKilled|oom_reaper|Detected \d+ oom[-_]kill event",
@@ -209,7 +209,7 @@ def killed(failure: FailureRecord) -> Answer | None:
     else:
         said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
     ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
-    return Answer(
+    return Diagnosis(
         said_so,
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
         "DataLoader(..., num_workers=2)        # each worker copies the memory that it touches\n"
@@ -231,7 +231,7 @@ def _ends_with(failure: FailureRecord, *families: str) -> bool:
 
 
 @kind("FE043", "shared-memory-too-small")
-def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
+def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     """Shared memory in /dev/shm is full.
 
     What:
@@ -239,7 +239,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
         error or cannot write.
     Why it happens:
         Docker gives 64 MiB by default. Many workers, a large prefetch and large batches need more.
-    How to mend it:
+    How to fix it:
         `docker run --shm-size=8g` (or `--ipc=host`), or an emptyDir with medium Memory in Kubernetes. Without
         a new container, use fewer workers and `prefetch_factor=1`, or
         `torch.multiprocessing.set_sharing_strategy("file_system")` if the number of files is the limit.
@@ -247,7 +247,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
         https://github.com/pytorch/pytorch/issues/5040
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "OSError"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.",
@@ -255,12 +255,12 @@ def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
     )
-    told = near(failure, r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory")
+    info = search_log(failure, r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory")
     wordless = failure.signal == signals.SIGBUS or (failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b"))
-    if found is None and told is None and not wordless:
+    if found is None and info is None and not wordless:
         return None
-    who = f"loader worker {found['pid']}" if found and found["pid"] else "a loader worker" if found or told else "the program"
-    return Answer(
+    who = f"loader worker {found['pid']}" if found and found["pid"] else "a loader worker" if found or info else "the program"
+    return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
         if found is None or "Bus error" in found.thrown.message
         else f"{who} could not write to shared memory: /dev/shm is full",
@@ -271,7 +271,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE044", "too-many-open-files")
-def too_many_open_files(failure: FailureRecord) -> Answer | None:
+def too_many_open_files(failure: FailureRecord) -> Diagnosis | None:
     """The process has too many open files.
 
     What:
@@ -280,7 +280,7 @@ def too_many_open_files(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
         tensors, or files are opened and not closed.
-    How to mend it:
+    How to fix it:
         `ulimit -n 65536` in the shell, or `torch.multiprocessing.set_sharing_strategy("file_system")` at the
         start of the script. Copy the batches that you keep: `kept.append(batch.clone())`. Open files with
         `with open(...)`.
@@ -288,7 +288,7 @@ def too_many_open_files(failure: FailureRecord) -> Answer | None:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
         https://github.com/pytorch/pytorch/issues/973
     """
-    found = hit(
+    found = match_message(
         failure,
         ("OSError", "RuntimeError"),
         r"\[Errno 24\] Too many open files",
@@ -298,7 +298,7 @@ def too_many_open_files(failure: FailureRecord) -> Answer | None:
     )
     if found is None:
         return None
-    return Answer(
+    return Diagnosis(
         "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
         "ulimit -n 65536                                                # in the shell, before the program starts\n"
         'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
@@ -307,7 +307,7 @@ def too_many_open_files(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE045", "crashed-below-python")
-def crashed_below_python(failure: FailureRecord) -> Answer | None:
+def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
     """Native code crashed (segmentation fault, abort, illegal instruction).
 
     What:
@@ -315,7 +315,7 @@ def crashed_below_python(failure: FailureRecord) -> Answer | None:
     Why it happens:
         An extension was built for another torch, or two libraries load the same runtime (OpenMP, protobuf).
         The CPU lacks an instruction of the build (SIGILL), or the stack is too small for a deep recursion.
-    How to mend it:
+    How to fix it:
         `python -X faulthandler train.py` prints the Python line of the crash. Then reinstall the packages for
         one version of torch.
     Sources:
@@ -337,12 +337,12 @@ def crashed_below_python(failure: FailureRecord) -> Answer | None:
         number = next((number for family, number in words.items() if _ends_with(failure, family)), None)
     if number is None:
         return None
-    last = near(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+    last = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
     where = [f"innermost Python line: {last['file']}:{last['line']} in {last['function']}"] if last else []
-    told = near(failure, r"what\(\):\s+(?P<words>.{1,300})")
-    return Answer(
+    info = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    return Diagnosis(
         f"the program was ended by {names[signals.Signals(number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*where, *([f"its last message: {told['words']}"] if told else [])],
+        [*where, *([f"its last message: {info['words']}"] if info else [])],
     )

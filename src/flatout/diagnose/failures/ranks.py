@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import DIST, RUNTIME, Answer, hit, kind, near
+from flatout.diagnose.kind import DIST, RUNTIME, Diagnosis, kind, match_message, search_log
 from flatout.plan.failure import FailureRecord
 
 
 @kind("FE080", "unused-parameters")
-def unused_parameters(failure: FailureRecord) -> Answer | None:
+def unused_parameters(failure: FailureRecord) -> Diagnosis | None:
     """Some parameters have no gradient under DistributedDataParallel.
 
     What:
@@ -18,14 +18,14 @@ def unused_parameters(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward`
         do not enter the loss.
-    How to mend it:
+    How to fix it:
         Remove or freeze (`requires_grad_(False)`) the unused part. If it changes from step to step, use
         `DistributedDataParallel(model, find_unused_parameters=True)`, which traverses the graph once more in
         every step.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"Expected to have finished reduction in the prior iteration before starting a new one\.(?:.*?did not receive grad for rank "
@@ -38,7 +38,7 @@ def unused_parameters(failure: FailureRecord) -> Answer | None:
     names = found["names"]
     who = f"{names}" if names else f"number {which} of `list(model.named_parameters())`" if which else "some parameters"
     on = f" on rank {found['rank']}" if found["rank"] else ""
-    return Answer(
+    return Diagnosis(
         f"parameters without a gradient in the last step{on}: {who}",
         "for p in unused.parameters(): p.requires_grad_(False)            # for parts that are never used\n"
         "DistributedDataParallel(model, find_unused_parameters=True)      # for parts used in some steps; costs a traversal of the graph\n"
@@ -47,7 +47,7 @@ def unused_parameters(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE081", "ready-twice")
-def ready_twice(failure: FailureRecord) -> Answer | None:
+def ready_twice(failure: FailureRecord) -> Diagnosis | None:
     """A parameter was used twice under DistributedDataParallel.
 
     What:
@@ -55,13 +55,13 @@ def ready_twice(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Reentrant activation checkpointing covers a layer that is used twice, several backward passes go
         through one forward pass, or a parameter is used inside and outside the wrapped model.
-    How to mend it:
+    How to fix it:
         `checkpoint(..., use_reentrant=False)`; one backward pass for the sum of the losses;
         `static_graph=True` if every step is the same.
     Sources:
         https://docs.pytorch.org/docs/stable/checkpoint.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"Expected to mark a variable ready only once\.(?:.*?Parameter at index (?P<index>\d+)(?: with name (?P<name>[\w.]+))? has been "
@@ -71,7 +71,7 @@ def ready_twice(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     what = f"`{found['name']}`" if found["name"] else f"parameter {found['index']} of `list(model.named_parameters())`" if found["index"] else "a parameter"
-    return Answer(
+    return Diagnosis(
         f"{what} was used again after its gradient had been marked as complete",
         "checkpoint(block, x, use_reentrant=False)\n(loss_a + loss_b).backward()                             # one backward pass for one forward pass\n"
         "DistributedDataParallel(model, static_graph=True)        # if every step uses the same parameters",
@@ -86,7 +86,7 @@ STATE = r"[Rr]ank (?P<rank>\d+)\]? .{0,200}?last enqueued(?: NCCL)? work: (?P<en
 
 
 @kind("FE086", "nccl-timeout")
-def nccl_timeout(failure: FailureRecord) -> Answer | None:
+def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     """A collective operation timed out.
 
     What:
@@ -96,14 +96,14 @@ def nccl_timeout(failure: FailureRecord) -> Answer | None:
         One rank died, hangs or is far behind (validation or checkpointing on rank 0 only, a slow data set).
         Or the ranks do not call the same operations in the same order (an `if rank == 0` around one, a
         different number of batches on each rank).
-    How to mend it:
+    How to fix it:
         Look at the rank that is missing from the time-outs, or whose last completed number is the smallest. A
         longer `timeout=` helps only if a rank is slow on purpose.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
         https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
     """
-    found = hit(failure, RUNTIME, TIMEOUT)
+    found = match_message(failure, RUNTIME, TIMEOUT)
     lines = [*failure.around, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
     waited = {int(match["rank"]): match for line in lines if (match := re.search(TIMEOUT, line))}
     if found is None and not (waited and all(not thrown.frames or "Dist" in thrown.type or "Child" in thrown.type for thrown in failure.chain)):
@@ -120,7 +120,7 @@ def nccl_timeout(failure: FailureRecord) -> Answer | None:
         if waited
         else f"a collective operation ({what}) timed out"
     )
-    return Answer(
+    return Diagnosis(
         f"{said}, {late}",
         "py-spy dump --pid PID_OF_THE_LATE_RANK          # shows what it is doing\n"
         "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
@@ -146,7 +146,7 @@ def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) ->
 
 
 @kind("FE087", "nccl-error")
-def nccl_error(failure: FailureRecord) -> Answer | None:
+def nccl_error(failure: FailureRecord) -> Diagnosis | None:
     """NCCL reported an error.
 
     What:
@@ -155,13 +155,13 @@ def nccl_error(failure: FailureRecord) -> Answer | None:
         "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a
         rank died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks
         on one GPU. "remote process exited": another rank died first.
-    How to mend it:
+    How to fix it:
         `NCCL_DEBUG=INFO` prints the reason, and `NCCL_SOCKET_IFNAME=eth0` selects the interface. Call
         `torch.cuda.set_device(local_rank)` before `init_process_group`.
     Sources:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
-    found = hit(
+    found = match_message(
         failure,
         DIST,
         r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )(?P<place>[^,\n]*?)(?:, |: "
@@ -174,22 +174,22 @@ def nccl_error(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if "no GPUs found" in found.thrown.message[:120]:
-        return Answer("the nccl backend was requested, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
+        return Diagnosis("the nccl backend was requested, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
     why, last = found["why"], found["last"]
-    duplicate = near(failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?")
+    duplicate = search_log(failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?")
     if duplicate:
         ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
-        return Answer(f"two ranks use the same GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
-    if "out of memory" in last or near(failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"):
-        return Answer(
+        return Diagnosis(f"two ranks use the same GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
+    if "out of memory" in last or search_log(failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"):
+        return Diagnosis(
             "NCCL could not allocate its buffers: the GPU's memory is full",
             "free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n"
             'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # do several ranks use one GPU?',
         )
-    if "remote" in why or "aborted" in found.thrown.message[:40] or near(failure, r"Connection closed by (?:remote )?peer|remote process exited"):
-        return Answer("another rank ended first", "look at the FIRST error of the other ranks; this one is a consequence")
+    if "remote" in why or "aborted" in found.thrown.message[:40] or search_log(failure, r"Connection closed by (?:remote )?peer|remote process exited"):
+        return Diagnosis("another rank ended first", "look at the FIRST error of the other ranks; this one is a consequence")
     reason = f" ({last})" if last else ""
-    return Answer(
+    return Diagnosis(
         f"NCCL reports {why or 'an error'}{reason}",
         "NCCL_DEBUG=INFO torchrun ... train.py        # prints the reason\n"
         "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # selects the interface that reaches the other machines (ip addr)\n"
@@ -198,19 +198,19 @@ def nccl_error(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE088", "gloo-error", reports=True)
-def gloo_error(failure: FailureRecord) -> Answer | None:
+def gloo_error(failure: FailureRecord) -> Diagnosis | None:
     """A gloo operation failed because of another rank.
 
     What:
         The connection to another rank was closed, or an operation timed out.
     Why it happens:
         The other rank died (its own log has the error), hangs, or does not call the same operations.
-    How to mend it:
+    How to fix it:
         Look at the first error of the other ranks, and for operations that only some ranks call.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html
     """
-    found = hit(
+    found = match_message(
         failure,
         DIST,
         r"\[[^\]]*gloo[^\]]*\] (?P<why>Connection closed by peer|Connection reset by peer|Timed out waiting (?P<ms>\d+)ms for "
@@ -224,20 +224,20 @@ def gloo_error(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if found["missing"]:
-        return Answer(
+        return Diagnosis(
             f"rank {found['missing']} did not reach the barrier within {found.number('ms') / 1000:g} s",
             "see what that rank is doing: py-spy dump --pid PID",
         )
     if found["ms"]:
-        return Answer(
+        return Diagnosis(
             f"an operation did not finish within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
             "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
         )
-    return Answer("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one is a consequence")
+    return Diagnosis("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one is a consequence")
 
 
 @kind("FE089", "a-rank-failed", reports=True)
-def a_rank_failed(failure: FailureRecord) -> Answer | None:
+def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
     """torchrun reports that a rank failed.
 
     What:
@@ -245,13 +245,13 @@ def a_rank_failed(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The traceback of that rank, further up in the log, has the cause. For a signal: SIGKILL usually comes
         from the OOM killer, SIGSEGV from native code.
-    How to mend it:
+    How to fix it:
         Look for `[rankN]:` of the named rank, or write a log file for each rank: `torchrun --log-dir logs
         --redirects 3`.
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("ChildFailedError", "Exception"),
         r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"
@@ -262,7 +262,7 @@ def a_rank_failed(failure: FailureRecord) -> Answer | None:
     signal = re.search(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\)", found["trace"])
     how = f"was ended by {signal['name']}" if signal else f"exited with code {found['code']}"
     kill = signal is not None and signal["name"] == "SIGKILL"
-    return Answer(
+    return Diagnosis(
         f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})" + ("; the OOM killer is the most likely cause" if kill else ""),
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events'
         if kill

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, on_own_line, seen, shape, sizes
+from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, shape, sizes
 from flatout.plan.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 
 @kind("FE020", "matrix-sizes")
-def matrix_sizes(failure: FailureRecord) -> Answer | None:
+def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     """The sizes of a matrix product or linear layer do not match.
 
     What:
@@ -20,13 +20,13 @@ def matrix_sizes(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The images have another size than the network was written for, so flattening gives more or fewer
         features. Or the batch was flattened into the features, or a transpose is missing.
-    How to mend it:
+    How to fix it:
         Give the layer the size of its input: `nn.Linear(in_features, out)`, or let `nn.LazyLinear(out)` infer
         it. Or resize the images to the size that the network was written for.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
@@ -43,7 +43,7 @@ def matrix_sizes(failure: FailureRecord) -> Answer | None:
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     if len(weight) == 2 and layer(failure):
         arrives, wants = b, str(weight[1])
-        return Answer(
+        return Diagnosis(
             f"{layer(failure)} expects {wants} features and got {arrives}",
             f"{failure.module.path if failure.module else 'layer'} = "
             f"nn.Linear({arrives}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
@@ -51,14 +51,14 @@ def matrix_sizes(failure: FailureRecord) -> Answer | None:
             sizes(failure),
         )
     if not b:
-        return Answer("a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure))
+        return Diagnosis("a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure))
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
     hint = "a @ b.T   # if the second matrix is stored transposed" if d == b else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
-    return Answer(f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal", hint, sizes(failure))
+    return Diagnosis(f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal", hint, sizes(failure))
 
 
 @kind("FE024", "view-size")
-def view_size(failure: FailureRecord) -> Answer | None:
+def view_size(failure: FailureRecord) -> Diagnosis | None:
     """A view or reshape does not fit the tensor.
 
     What:
@@ -66,13 +66,13 @@ def view_size(failure: FailureRecord) -> Answer | None:
     Why it happens:
         The size is written for other images or another batch (the last batch is smaller), or a transpose
         comes before the view.
-    How to mend it:
+    How to fix it:
         `x.flatten(1)` or `x.reshape(x.size(0), -1)`, which keep the batch and infer the rest. After a
         transpose use `reshape`, not `view`.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"shape '(?P<wants>\[[-\d, ]*\])' is invalid for input of size (?P<got>\d+)",
@@ -84,7 +84,7 @@ def view_size(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if found["layout"]:
-        return Answer(
+        return Diagnosis(
             "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
             "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
             sizes(failure),
@@ -95,7 +95,7 @@ def view_size(failure: FailureRecord) -> Answer | None:
         known *= size if size > 0 else 1
     total = found.number("got")
     why = f": {total:,} is not a multiple of {known:,}" if -1 in numbers else f", which holds {known:,}"
-    return Answer(
+    return Diagnosis(
         f"{total:,} elements cannot become {found['wants']}{why}",
         "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
         sizes(failure),
@@ -103,7 +103,7 @@ def view_size(failure: FailureRecord) -> Answer | None:
 
 
 @kind("FE025", "broadcast")
-def broadcast(failure: FailureRecord) -> Answer | None:
+def broadcast(failure: FailureRecord) -> Diagnosis | None:
     """Two tensors do not broadcast.
 
     What:
@@ -111,13 +111,13 @@ def broadcast(failure: FailureRecord) -> Answer | None:
     Why it happens:
         A mask, a weight or a target belongs to another dimension, or the last batch of the epoch is smaller
         than a fixed-size buffer.
-    How to mend it:
+    How to fix it:
         Add a dimension of 1 in the right position: `mask[:, None]`. Slice a buffer to the batch: `buffer[:
         x.size(0)]`.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/broadcasting.html
     """
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
@@ -138,16 +138,16 @@ def broadcast(failure: FailureRecord) -> Answer | None:
         said = f"{names or 'two tensors'}: sizes {found['a']} and {found['b']} of dimension {found['dim']} do not broadcast"
     else:
         said = f"{names or 'two tensors'} do not broadcast"
-    return Answer(
+    return Diagnosis(
         said,
         "small[:, None]            # add a dimension of 1 to the smaller tensor in the right position\n"
         "buffer[: batch.size(0)]   # if one has the full batch size and this is the last batch",
-        seen(tensors) or sizes(failure),
+        describe_tensors(tensors) or sizes(failure),
     )
 
 
 @kind("FE026", "concatenation")
-def concatenation(failure: FailureRecord) -> Answer | None:
+def concatenation(failure: FailureRecord) -> Diagnosis | None:
     """Tensors of different sizes were concatenated or stacked.
 
     What:
@@ -155,7 +155,7 @@ def concatenation(failure: FailureRecord) -> Answer | None:
     Why it happens:
         Sequences or images have several sizes, or the two branches of a skip connection halve an odd size
         differently.
-    How to mend it:
+    How to fix it:
         `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)` for sequences, a crop or resize for images,
         `dim=` to choose the dimension of the concatenation.
     Sources:
@@ -163,7 +163,7 @@ def concatenation(failure: FailureRecord) -> Answer | None:
     """
     if failure.chain and any(frame.function in ("default_collate", "collate_tensor_fn", "collate") for thrown in failure.chain for frame in thrown.frames):
         return None
-    found = hit(
+    found = match_message(
         failure,
         RUNTIME,
         r"Sizes of tensors must match except in dimension (?P<dim>\d+)\. (?:Expected size (?P<a>\d+) but got size (?P<b>\d+) for tensor number (?P<at>\d+)"
@@ -175,39 +175,39 @@ def concatenation(failure: FailureRecord) -> Answer | None:
     if found is None:
         return None
     if found["one"]:
-        return Answer(
+        return Diagnosis(
             f"`stack` got tensors of {shape(found['one'])} and {shape(found['other'])} (entry {found['at']})",
             "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for rows of several lengths",
             sizes(failure),
         )
     a, b = found["a"] or found["a2"], found["b"] or found["b2"]
     if not found["dim"]:
-        return Answer(
+        return Diagnosis(
             "`cat` got tensors with different numbers of dimensions" + (f": {a} and {b}" if a else ""),
             "x.unsqueeze(0)   # add the missing dimension to the smaller tensor",
             sizes(failure),
         )
-    return Answer(
+    return Diagnosis(
         f"`cat` along dimension {found['dim']} got sizes {a} and {b} in another dimension" + (f" (tensor {found['at']})" if found["at"] else ""),
         "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # for a skip connection of odd sizes",
         sizes(failure),
     )
 
 
-@kind("FE029", "one-value-wanted")
-def one_value_wanted(failure: FailureRecord) -> Answer | None:
+@kind("FE029", "scalar-expected")
+def scalar_expected(failure: FailureRecord) -> Diagnosis | None:
     """One value was needed and the tensor holds several.
 
     What:
         `.item()`, `float()` and `if` need one value, and the tensor holds several.
     Why it happens:
         A loss with `reduction="none"`, a comparison of two tensors in an `if`, or a metric for a whole batch.
-    How to mend it:
+    How to fix it:
         `.mean().item()` for a number, `.all()` or `.any()` for a condition, `.tolist()` for all values.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.item.html
     """
-    found = hit(
+    found = match_message(
         failure,
         ("RuntimeError", "ValueError", "TypeError"),
         r"a Tensor with (?P<count>\d+) elements cannot be converted to Scalar",
@@ -220,12 +220,12 @@ def one_value_wanted(failure: FailureRecord) -> Answer | None:
     names = [tensor.name for tensor in on_own_line(failure)]
     name = f"`{names[0]}`" if names else "a tensor"
     if found["truth"]:
-        return Answer(
-            f"{name} holds several values, and a condition needs one", f"{names[0] if names else 'x'}.all()   # or .any()", seen(on_own_line(failure))
+        return Diagnosis(
+            f"{name} holds several values, and a condition needs one", f"{names[0] if names else 'x'}.all()   # or .any()", describe_tensors(on_own_line(failure))
         )
     many = f"{int(found['count']):,} values" if found["count"] else "several values"
-    return Answer(
+    return Diagnosis(
         f"{name} holds {many}, and one number is needed",
         f"{names[0] if names else 'x'}.mean().item()   # or .tolist() for all values",
-        seen(on_own_line(failure)),
+        describe_tensors(on_own_line(failure)),
     )

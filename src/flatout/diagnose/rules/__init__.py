@@ -16,7 +16,8 @@ from flatout.diagnose.rules.checkpoint_without_optimizer import RULE as checkpoi
 from flatout.diagnose.rules.clip_in_the_wrong_place import RULE as clip_in_the_wrong_place
 from flatout.diagnose.rules.clip_without_unscale import RULE as clip_without_unscale
 from flatout.diagnose.rules.collecting_garbage import RULE as collecting_garbage
-from flatout.diagnose.rules.context_thrown_away import RULE as context_thrown_away
+from flatout.diagnose.rules.context_not_entered import RULE as context_thrown_away
+from flatout.diagnose.rules.created_on_cpu_then_moved import RULE as made_on_host_then_moved
 from flatout.diagnose.rules.data_parallel_loss import RULE as data_parallel_loss
 from flatout.diagnose.rules.data_parallel_used import RULE as data_parallel_used
 from flatout.diagnose.rules.data_wait import RULE as data_wait
@@ -40,7 +41,7 @@ from flatout.diagnose.rules.graph_kept_for_nothing import RULE as graph_kept_for
 from flatout.diagnose.rules.host_growth import RULE as host_growth
 from flatout.diagnose.rules.host_sync_every_step import RULE as host_sync_every_step
 from flatout.diagnose.rules.ignore_without_effect import RULE as ignore_without_effect
-from flatout.diagnose.rules.iterator_used_up import RULE as iterator_used_up
+from flatout.diagnose.rules.iterator_exhausted import RULE as iterator_used_up
 from flatout.diagnose.rules.launch_blocking import RULE as launch_blocking
 from flatout.diagnose.rules.launch_bound import RULE as launch_bound
 from flatout.diagnose.rules.layers_in_a_list import RULE as layers_in_a_list
@@ -54,7 +55,6 @@ from flatout.diagnose.rules.logging_cost import RULE as logging_cost
 from flatout.diagnose.rules.loss_kept_with_graph import RULE as loss_kept_with_graph
 from flatout.diagnose.rules.loss_made_a_leaf import RULE as loss_made_a_leaf
 from flatout.diagnose.rules.loss_not_divided import RULE as loss_not_divided
-from flatout.diagnose.rules.made_on_host_then_moved import RULE as made_on_host_then_moved
 from flatout.diagnose.rules.main_guard_missing import RULE as main_guard_missing
 from flatout.diagnose.rules.memory_limit import RULE as memory_limit
 from flatout.diagnose.rules.model_moved_every_step import RULE as model_moved_every_step
@@ -66,13 +66,13 @@ from flatout.diagnose.rules.one_sample_at_a_time import RULE as one_sample_at_a_
 from flatout.diagnose.rules.optimizer_made_every_step import RULE as optimizer_made_every_step
 from flatout.diagnose.rules.optimizer_of_another_model import RULE as optimizer_of_another_model
 from flatout.diagnose.rules.optimizer_share import RULE as optimizer_share
-from flatout.diagnose.rules.parameters_used_up import RULE as parameters_used_up
+from flatout.diagnose.rules.parameters_exhausted import RULE as parameters_used_up
 from flatout.diagnose.rules.pinned_and_blocking import RULE as pinned_and_blocking
 from flatout.diagnose.rules.profiler_step_missing import RULE as profiler_step_missing
 from flatout.diagnose.rules.python_between import RULE as python_between
 from flatout.diagnose.rules.ranks_see_the_same_data import RULE as ranks_see_the_same_data
 from flatout.diagnose.rules.recompiles import RULE as recompiles
-from flatout.diagnose.rules.result_thrown_away import RULE as result_thrown_away
+from flatout.diagnose.rules.result_discarded import RULE as result_thrown_away
 from flatout.diagnose.rules.same_seed_in_workers import RULE as same_seed_in_workers
 from flatout.diagnose.rules.saved_by_every_rank import RULE as saved_by_every_rank
 from flatout.diagnose.rules.scaler_on_one_side import RULE as scaler_on_one_side
@@ -96,7 +96,7 @@ from flatout.diagnose.rules.tiny_operators import RULE as tiny_operators
 from flatout.diagnose.rules.too_many_workers import RULE as too_many_workers
 from flatout.diagnose.rules.train_mode_not_restored import RULE as train_mode_not_restored
 from flatout.diagnose.rules.whole_model_saved import RULE as whole_model_saved
-from flatout.diagnose.rules.workers_not_kept import RULE as workers_not_kept
+from flatout.diagnose.rules.workers_not_persistent import RULE as workers_not_kept
 from flatout.diagnose.rules.zero_grad_before_step import RULE as zero_grad_before_step
 from flatout.diagnose.rules.zero_grad_in_window import RULE as zero_grad_in_window
 from flatout.diagnose.rules.zero_grad_missing import RULE as zero_grad_missing

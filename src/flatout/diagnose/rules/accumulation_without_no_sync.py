@@ -6,7 +6,7 @@ What:
 Why it matters:
     Every backward pass sends all gradients over the network, but only their sum is needed. With n
     micro-batches, this multiplies the traffic by n.
-How to mend it:
+How to fix it:
     Put `with model.no_sync():` around the forward and backward passes of all micro-batches except the last.
 Bad:
     import torch
@@ -48,10 +48,10 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.mentions("DistributedDataParallel") or program.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
         return
     for loop in program.step_loops:

@@ -6,7 +6,7 @@ Why it matters:
     Unless the loader drops it, the last batch is shorter. The denominator is then too large by up to one
     batch, and the accuracy is too low. On a small test set, this error is larger than the difference between
     two models.
-How to mend it:
+How to fix it:
     Divide by `len(loader.dataset)`, or count the samples.
 Bad:
     import torch
@@ -41,11 +41,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.BinOp):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             continue
@@ -58,13 +58,13 @@ def look(program: Program) -> Iterator[Finding]:
                                        f"{source.code(node.left)} / len({source.code(loader)}.dataset)")
 
 
-def _loader(program: Program, source: Source, length: ast.AST) -> ast.AST | None:
+def _loader(program: ScriptProgram, source: SourceFile, length: ast.AST) -> ast.AST | None:
     if isinstance(length, ast.Call) and isinstance(length.func, ast.Name) and length.func.id == "len" and length.args:
         return length.args[0] if program.values.is_a(source, length.args[0], "DataLoader") else None
     return None
 
 
-def _is_batch_size(program: Program, source: Source, loader: ast.AST, size: ast.AST) -> bool:
+def _is_batch_size(program: ScriptProgram, source: SourceFile, loader: ast.AST, size: ast.AST) -> bool:
     """Return whether ``size`` is the batch size of the loader, and the loader keeps its last batch."""
     for origin in program.origins(source, loader):
         if not isinstance(origin.node, ast.Call):

@@ -6,7 +6,7 @@ Why it matters:
     Backward operations use the types of their forward operations automatically. Inside the block, other
     operations of the backward pass are cast a second time: custom autograd functions, hooks and gradient
     penalties. The PyTorch documentation advises against it.
-How to mend it:
+How to fix it:
     End the block after the loss. Keep the forward pass and the loss inside, and `backward()` and `step()`
     outside.
 Bad:
@@ -42,10 +42,10 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.bce_under_autocast import under_autocast
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             if under_autocast(event):

@@ -6,7 +6,7 @@ Why it matters:
     Its gradient does not fit into half precision. On CUDA, it raises "binary_cross_entropy and BCELoss are
     unsafe to autocast". A program that was only run on a CPU, or with autocast disabled, stops there on its
     first run on a GPU.
-How to mend it:
+How to fix it:
     Pass the logits to `BCEWithLogitsLoss`. It combines the sigmoid and the loss, is safe under autocast, and
     is more accurate without autocast too.
 Bad:
@@ -35,11 +35,11 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.float16_without_scaler import AUTOCAST
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in program.events:
         call = event.node
         if event.kind != "call" or not isinstance(call, ast.Call):
@@ -51,7 +51,7 @@ def look(program: Program) -> Iterator[Finding]:
                                "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # without a sigmoid before it")
 
 
-def under_autocast(event: Event) -> bool:
+def under_autocast(event: ProgramEvent) -> bool:
     """Return whether the innermost autocast around an event is enabled, as far as the source shows."""
     around = [call for _, call in event.within(*AUTOCAST)]
     if not around:

@@ -6,7 +6,7 @@ What:
 Why it matters:
     `state_dict()` returns the live tensors, and every later step changes them. The program loads the last
     weights, not the best. Early stopping and "keep the best" have no effect.
-How to mend it:
+How to fix it:
     Use `copy.deepcopy(model.state_dict())`, or save the state to a file immediately.
 Bad:
     import torch
@@ -50,11 +50,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             statement = event.node
@@ -75,7 +75,7 @@ def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     return [(target, statement.value)]
 
 
-def _used_later(program: Program, event: Event, target: ast.expr) -> bool:
+def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -> bool:
     """Return whether the kept state is loaded or saved outside the loop that keeps it."""
     inside = {id(each.node) for each in program.events if event.loops[0] in each.loops}
     for call in event.source.calls:

@@ -6,7 +6,7 @@ Why it matters:
     BatchNorm subtracts the mean, and the bias with it. The gradient of the bias is zero except for rounding.
     The bias costs an addition over the whole output in the forward pass and a sum over it in the backward
     pass. It also needs memory for its gradient and optimizer state.
-How to mend it:
+How to fix it:
     Set `bias=False` in the layer before a BatchNorm. (Loading a checkpoint with the old biases then needs
     `strict=False`.)
 Bad:
@@ -36,14 +36,14 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 LAYERS = {"Conv1d": 7, "Conv2d": 7, "Conv3d": 7, "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7, "Linear": 2}  # position of `bias`
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.nn.Sequential"):
         for layer, norm in zip(call.args, call.args[1:], strict=False):
             if isinstance(layer, ast.Call) and isinstance(norm, ast.Call) and _last(source, norm) in NORMS and _has_bias(source, layer):
@@ -52,7 +52,7 @@ def look(program: Program) -> Iterator[Finding]:
         yield from _in_forward(program, source, klass)
 
 
-def _in_forward(program: Program, source: Source, klass: ast.ClassDef) -> Iterator[Finding]:
+def _in_forward(program: ScriptProgram, source: SourceFile, klass: ast.ClassDef) -> Iterator[Finding]:
     """Find ``self.bn(self.conv(x))`` where each layer is created once."""
     made = program.values.attributes(source, klass)
     uses = [node.attr for node in ast.walk(klass) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
@@ -68,18 +68,18 @@ def _in_forward(program: Program, source: Source, klass: ast.ClassDef) -> Iterat
             yield _finding(source, layers[0].value)
 
 
-def _last(source: Source, call: ast.Call) -> str:
+def _last(source: SourceFile, call: ast.Call) -> str:
     dotted = source.dotted(call.func)
     return dotted.rpartition(".")[2] if dotted.startswith("torch.nn.") else ""
 
 
-def _has_bias(source: Source, call: ast.Call) -> bool:
+def _has_bias(source: SourceFile, call: ast.Call) -> bool:
     name = _last(source, call)
     return name in LAYERS and len(call.args) <= LAYERS[name] and not any(k.arg in ("bias", None) for k in call.keywords) and \
         not any(isinstance(a, ast.Starred) for a in call.args)
 
 
-def _finding(source: Source, layer: ast.Call) -> Finding:
+def _finding(source: SourceFile, layer: ast.Call) -> Finding:
     return RULE.finding(f"the bias of this {_last(source, layer)} has no effect: the BatchNorm after it subtracts it", source.place(layer),
                         f"{source.code(layer)[:-1]}, bias=False)")
 

@@ -5,7 +5,7 @@ What:
 Why it matters:
     Python looks up the method and discards it. There is no error and no effect: no step, no evaluation mode,
     no cleared gradients.
-How to mend it:
+How to fix it:
     Add the parentheses.
 Bad:
     import torch
@@ -28,13 +28,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 METHODS = {"step", "zero_grad", "backward", "eval", "train", "update", "cuda", "cpu", "half", "double", "float", "empty_cache", "synchronize", "detach_",
            "barrier", "requires_grad_", "init_process_group", "destroy_process_group"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute) and node.value.attr in METHODS and not source.cells:
             yield RULE.finding(f"`{source.code(node.value)}` is named here but not called: the line has no effect", source.place(node),

@@ -6,7 +6,7 @@ What:
 Why it matters:
     After resuming, the averages of Adam start at zero, with the bias correction of the first step. The first
     steps are far too large, and the loss jumps. Part of the training before the interruption is undone.
-How to mend it:
+How to fix it:
     Save `optimizer.state_dict()` with the weights, and the state of the scheduler and the scaler. Load them
     when resuming.
 Bad:
@@ -49,12 +49,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 POSITIONS = {"epoch", "start_epoch", "step", "global_step", "iteration", "iter", "epochs_run"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     made = [origin for source in program.sources for call in source.calls if "Optimizer" in program.values.kinds(source, call)
             for origin in program.origins(source, call) if isinstance(origin.node, ast.Call)]
     if not program.step_loops or not any(isinstance(origin.node, ast.Call) and _has_state(origin.node) for origin in made):
@@ -68,7 +68,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f'"optimizer": {name}.state_dict(),  # in this dict; load it with the weights')
 
 
-def _positions_read(program: Program) -> set[str]:
+def _positions_read(program: ScriptProgram) -> set[str]:
     """Return the keys of the training position that the program reads from a loaded checkpoint."""
     return {node.slice.value for source in program.sources for node in source.nodes
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)

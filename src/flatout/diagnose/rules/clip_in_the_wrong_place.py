@@ -6,7 +6,7 @@ Why it matters:
     Clipping changes `.grad` in place. After the step, nothing reads `.grad` any more. Before the backward
     pass, it is empty. The gradients stay unclipped, and the protection from exploding gradients has no
     effect.
-How to mend it:
+How to fix it:
     Clip between `backward()` and `step()`.
 Bad:
     import torch
@@ -38,11 +38,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import together
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for clip in loop.of("clip"):
             order = [event for event in loop.events if event is clip or (event.kind in ("backward", "step", "scaler_step") and together(event, clip))]

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The scaler multiplies the loss by 65,536 or more. A norm limit of 1 then cuts every gradient to almost
     zero once it is unscaled. Training slows down or stalls, without an error.
-How to mend it:
+How to fix it:
     Call `scaler.unscale_(optimizer)` directly before the clipping. `scaler.step` detects this and does not
     unscale again.
 Bad:
@@ -48,11 +48,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import together
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("scaler_step")
         if not steps or not any(event.scaled for event in loop.of("backward")):

@@ -6,7 +6,7 @@ What:
 Why it matters:
     A full collection visits every live object. A training program has hundreds of thousands of objects, and
     frees its tensors without the collector.
-How to mend it:
+How to fix it:
     Call gc.collect() and gc.freeze() once, before the loop.
 Bad:
     for batch in loader:
@@ -22,15 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, bound, found, habit, how, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    timed, (calls, _, _) = without(profile, profile.gc_ms), habit(profile, "gc_collect")
-    ratio = bound(profile, "gc")
+    timed, (calls, _, _) = without(profile, profile.gc_ms), event_of(profile, "gc_collect")
+    ratio = certain_gain(profile, "gc")
     # A collector that takes no time cannot explain the gain. Calls by the program belong to another rule.
     if timed is None or calls:
         return

@@ -6,7 +6,7 @@ Why it matters:
     DataParallel stacks the losses of its devices: with two GPUs, the loss has two entries.
     `backward()` then raises "grad can be implicitly created only for scalar outputs". On one GPU, the program
     works.
-How to mend it:
+How to fix it:
     Call `loss.mean().backward()`.
 Bad:
     import torch
@@ -53,13 +53,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.values import Origin
+from flatout.probe.program import ScriptProgram
+from flatout.probe.values import ValueOrigin
 
 WRAPPED = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             origins = program.origins(event.source, event.subject) if event.subject is not None else []
@@ -69,7 +69,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{name}.mean().backward()", others=[origins[0].source.place(origins[0].node)])
 
 
-def _gathered(program: Program, origin: Origin) -> bool:
+def _gathered(program: ScriptProgram, origin: ValueOrigin) -> bool:
     """Return whether a value is the direct output of a module in DataParallel."""
     call = origin.node
     return isinstance(call, ast.Call) and not origin.part and any(each.dotted in WRAPPED for each in program.origins(origin.source, call.func))

@@ -7,7 +7,7 @@ Why it matters:
     batch, and collects outputs and gradients on the first device. The first device also needs the most
     memory. DistributedDataParallel has one process per device, and averages the gradients during the backward
     pass.
-How to mend it:
+How to fix it:
     Use `DistributedDataParallel`, and start the program with `torchrun --nproc-per-node N`. The tutorial
     shows the few lines to change.
 Bad:
@@ -28,16 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 NAMES = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.data_parallel.DataParallel")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
         return  # the program leaves the choice to the user
     for source, call in program.calls(*NAMES):
@@ -46,7 +46,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, _, places = habit(profile, "data_parallel")
+    calls, _, places = event_of(profile, "data_parallel")
     if calls or (profile.settings.get("modules") or {}).get("DataParallel"):
         yield found(RULE, "the model is called through DataParallel", places[0] if places else None, others=places[1:])
 

@@ -5,7 +5,7 @@ What:
     same steps run with batches that are ready.
 Why it matters:
     Nothing is computed during the wait. Optimising the model does not recover that time.
-How to mend it:
+How to fix it:
     flatout tune --levers loader,cached_prefix,batched_transforms,resident_data COMMAND...
 Bad:
     loader = DataLoader(data, batch_size=64)
@@ -17,22 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.data_path import Cause, cause, how_known, worth
+from flatout.diagnose.gains import found, of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, of_step
+from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not Cause.WAIT:
+        if cause(profile, loader) is not WaitCause.WAIT:
             continue
         evidence = [f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
         yield found(RULE, f"waiting for data takes {of_step(profile, loader.wait_ms)}", loader.place, evidence=evidence,
-                    predicted=worth(profile, loader), how=how_known(profile))
+                    predicted=gain_without_wait(profile, loader), how=how_known(profile))
 
 
 RULE = Rule("FL150", "data_wait", Severity.TIME, __doc__ or "", judge=judge,

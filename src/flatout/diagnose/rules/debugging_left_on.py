@@ -6,7 +6,7 @@ What:
 Why it matters:
     Anomaly detection records a Python stack for every operation and checks every gradient for NaN. Steps take
     several times as long. The other aids slow down every operation too.
-How to mend it:
+How to fix it:
     Remove it, or make it optional. The lever `debug_off` disables it for a run.
 Bad:
     import torch
@@ -39,18 +39,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 SWITCHES = ("torch.autograd.set_detect_anomaly", "torch.autograd.anomaly_mode.set_detect_anomaly")
 ALWAYS = ("torch.autograd.detect_anomaly", "torch.autograd.anomaly_mode.detect_anomaly", "torch.autograd.gradcheck", "torch.autograd.gradgradcheck",
           "torch.autograd.profiler.emit_nvtx", "torch.autograd.profiler.emit_itt")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.step_loops:
         return
     for event in program.events:
@@ -67,7 +67,7 @@ def look(program: Program) -> Iterator[Finding]:
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
-    _, _, places = habit(profile, "anomaly")
+    _, _, places = event_of(profile, "anomaly")
     yield found(RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:])
 
 

@@ -6,7 +6,7 @@ Why it matters:
     `benchmark` times the algorithms of cuDNN and uses the fastest. The fastest one can change from run to
     run, and different algorithms round differently. The run is then not repeatable, which is the purpose of
     `deterministic`. At the same time, `deterministic` excludes the fastest algorithms.
-How to mend it:
+How to fix it:
     For a repeatable run, set `deterministic = True` and `benchmark = False`. For a fast run, set only
     `benchmark = True`.
 Bad:
@@ -30,12 +30,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, implies
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, implies
 
 
-def look(program: Program) -> Iterator[Finding]:
-    set_to: dict[str, list[Event]] = {}
+def look(program: ScriptProgram) -> Iterator[Finding]:
+    set_to: dict[str, list[ProgramEvent]] = {}
     for event in program.events:
         node = event.node
         if event.kind == "assign" and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and isinstance(node.value, ast.Constant):

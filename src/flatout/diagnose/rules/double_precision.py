@@ -6,7 +6,7 @@ What:
 Why it matters:
     Doubles are half as fast as float32 on a CPU and take twice the memory. On most GPUs they are 32 or 64
     times slower.
-How to mend it:
+How to fix it:
     Use torch.from_numpy(array).float(), and do not call model.double().
 Bad:
     x = torch.from_numpy(array)
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import WORTH, event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import WORTH, found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import Operation, ProfileRecord
 from flatout.plan.records import Ratio
@@ -37,7 +37,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     ratio = 1 / (1 - share * (1 - 1 / FASTER))
     if ratio < WORTH:
         return
-    _, _, called = habit(profile, "forward")
+    _, _, called = event_of(profile, "forward")
     place = next((o.place for o in doubles if o.place), called[0] if called else None)
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
     yield found(RULE, f"{100 * share:.0f} % of the operators' time is spent on float64", place, evidence=evidence,

@@ -6,7 +6,7 @@ What:
 Why it matters:
     The function defaults to `training=True`, and a new module is always in training mode. `model.eval()`
     changes neither. Test results are too poor and differ from call to call.
-How to mend it:
+How to fix it:
     Use `F.dropout(x, p, training=self.training)`, or a `torch.nn.Dropout` created in `__init__`.
 Bad:
     import torch
@@ -41,13 +41,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 CLASSES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         for call in (node for method in klass.body if isinstance(method, ast.FunctionDef) and method.name != "__init__"
                      for node in ast.walk(method) if isinstance(node, ast.Call)):
@@ -57,9 +57,9 @@ def look(program: Program) -> Iterator[Finding]:
                 continue  # the program switches it itself
             options = {keyword.arg for keyword in call.keywords}
             if dotted.startswith("torch.nn.functional.") and last in NAMES and len(call.args) < 3 and not options & {"training", None}:
-                told = ", ".join([*(source.code(each) for each in [*call.args, *call.keywords]), "training=self.training"])
+                info = ", ".join([*(source.code(each) for each in [*call.args, *call.keywords]), "training=self.training"])
                 yield RULE.finding(f"`{source.code(call)}` is active in evaluation too: `training` defaults to True", source.place(call),
-                                   f"{source.code(call.func)}({told})")
+                                   f"{source.code(call.func)}({info})")
             elif dotted.startswith("torch.nn.") and last in CLASSES and isinstance(source.parent(call), ast.Call) and source.parent(call).func is call:  # type: ignore[union-attr]
                 yield RULE.finding(f"this {last} is created here and is always in training mode: `eval()` cannot disable it", source.place(call),
                                    f"self.drop = {source.code(call)}  # in __init__")

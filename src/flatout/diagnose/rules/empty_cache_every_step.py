@@ -6,7 +6,7 @@ Why it matters:
     PyTorch caches freed memory so that the next step can reuse it immediately. Freeing the cache calls
     `cudaFree`, which waits for the device, and the next step must call `cudaMalloc` again. It does not free
     memory that is in use, so it cannot prevent an out-of-memory error.
-How to mend it:
+How to fix it:
     Remove it. Against fragmentation, set `PYTORCH_ALLOC_CONF=expandable_segments:True` (the lever
     `allocator`).
 Bad:
@@ -36,25 +36,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
-from flatout.diagnose.seen import TIMED, found, habit, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 NAMES = ("torch.cuda.empty_cache", "torch.cuda.memory.empty_cache", "torch.accelerator.empty_cache", "torch.accelerator.memory.empty_cache",
          "torch.mps.empty_cache")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, *NAMES):
         yield RULE.finding(f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again", event.place,
                            f"# remove {event.source.code(event.node)}")
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, ms, places = habit(profile, "empty_cache")
+    calls, ms, places = event_of(profile, "empty_cache")
     memory = profile.memory
     if memory is not None and memory.empty_cache_calls > calls:
         calls, ms = memory.empty_cache_calls, memory.empty_cache_ms

@@ -6,7 +6,7 @@ Why it matters:
     Dropout stays active, so the results are too poor and change from run to run. BatchNorm normalises each
     test batch on its own, and updates its running statistics with test data. The test data leaks into the
     model, which is then trained further.
-How to mend it:
+How to fix it:
     Call `model.eval()` before the evaluation and `model.train()` after it.
 Bad:
     import torch
@@ -49,14 +49,14 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 MODES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
     if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
         return
@@ -70,10 +70,10 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{name}.eval()   # before the loop\n{name}.train()  # after it")
 
 
-def has_mode(program: Program, source: Source, model: ast.AST) -> str:
+def has_mode(program: ScriptProgram, source: SourceFile, model: ast.AST) -> str:
     """Return the class of the first layer that behaves differently in training, or an empty string."""
     for origin in program.origins(source, model):
-        parts: list[tuple[Source, ast.AST]] = [(origin.source, origin.node)]
+        parts: list[tuple[SourceFile, ast.AST]] = [(origin.source, origin.node)]
         if isinstance(origin.node, ast.Call):
             parts += program.class_named(origin.source, origin.node.func)
         for home, part in parts:
@@ -83,7 +83,7 @@ def has_mode(program: Program, source: Source, model: ast.AST) -> str:
     return ""
 
 
-def _is_trained(program: Program, source: Source, model: ast.AST) -> bool:
+def _is_trained(program: ScriptProgram, source: SourceFile, model: ast.AST) -> bool:
     return any(isinstance(event.node, ast.Call) and event.kind == "call" and program.values.same(event.source, event.node.func, source, model)
                for loop in program.step_loops for event in loop.events)
 

@@ -6,7 +6,7 @@ Why it matters:
     Autograd keeps every activation of the batch for a backward pass that never runs. An evaluation needs as
     much memory as a training step, and each operation is slower. If the program keeps an output or a loss,
     its graph is kept too.
-How to mend it:
+How to fix it:
     Put `with torch.no_grad():` or `with torch.inference_mode():` around the loop.
 Bad:
     import torch
@@ -34,13 +34,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.flow import Event, Loop
 from flatout.probe.names import FUNCTIONS
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import LoopVisit, ProgramEvent
 
 OFF = ("torch.no_grad", "torch.inference_mode", "torch.set_grad_enabled", "torch.autograd.no_grad", "torch.autograd.inference_mode",
        "torch.autograd.set_grad_enabled", "torch.autograd.grad_mode.set_grad_enabled")
@@ -48,33 +48,33 @@ OFF = ("torch.no_grad", "torch.inference_mode", "torch.set_grad_enabled", "torch
 HARMLESS = ("torch.autocast", "torch.amp.", "torch.cuda.", "torch.profiler.", "contextlib.nullcontext", "tqdm.", "functools.", "warnings.")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("LightningModule") or _switched_by_call(program):
         return
-    modes: list[Event] = []
-    told: set[int] = set()
+    modes: list[ProgramEvent] = []
+    info: set[int] = set()
     for event in program.events:
         if event.kind in ("eval", "train") and event.subject is not None:
             modes.append(event)
-        if event.kind != "call" or not isinstance(event.node, ast.Call) or not event.loops or id(event.loops[-1].node) in told:
+        if event.kind != "call" or not isinstance(event.node, ast.Call) or not event.loops or id(event.loops[-1].node) in info:
             continue
         if _evaluates(program, event, modes) and not any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
-            told.add(id(event.loops[-1].node))
+            info.add(id(event.loops[-1].node))
             name = event.source.code(event.node.func)
             yield RULE.finding(f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never runs", event.place,
                                f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}")
 
 
-def _switched_by_call(program: Program) -> bool:
+def _switched_by_call(program: ScriptProgram) -> bool:
     """Return whether a call on its own line disables gradients, for an unknown span."""
     return any(isinstance(source.parent(call), ast.Expr) for source, call in program.calls(*OFF))
 
 
-def _inside(program: Program, loop: Loop) -> list[Event]:
+def _inside(program: ScriptProgram, loop: LoopVisit) -> list[ProgramEvent]:
     return [event for event in program.events if loop in event.loops]
 
 
-def _evaluates(program: Program, event: Event, modes: list[Event]) -> bool:
+def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramEvent]) -> bool:
     """Return whether a call runs a trained module with gradients, in evaluation mode set in its function."""
     assert isinstance(event.node, ast.Call)
     model = event.node.func
@@ -87,7 +87,7 @@ def _evaluates(program: Program, event: Event, modes: list[Event]) -> bool:
     return bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
 
 
-def _off(event: Event) -> Iterator[bool]:
+def _off(event: ProgramEvent) -> Iterator[bool]:
     """Yield once for each ``with`` or decorator around a call that may disable gradients."""
     for source, block in event.blocks:
         called = block.func if isinstance(block, ast.Call) else block
@@ -97,7 +97,7 @@ def _off(event: Event) -> Iterator[bool]:
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, _, places = habit(profile, "eval_with_grad")
+    calls, _, places = event_of(profile, "eval_with_grad")
     if calls and places:
         said = f"the model was called {calls:.3g} times per {profile.unit} in evaluation mode with gradients enabled"
         yield found(RULE, said, places[0], others=places[1:])

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The smallest normal float16 is 6e-5. Gradients below about 6e-8 become zero; in deep networks, these are a
     large share. The loss falls at first, then stalls at too high a value.
-How to mend it:
+How to fix it:
     Use bfloat16, which has the range of float32 and needs no scaler:
     `torch.autocast("cuda", dtype=torch.bfloat16)`. Or scale the loss with `torch.amp.GradScaler("cuda")`.
 Bad:
@@ -41,13 +41,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("GradScaler", "ShardedGradScaler", "Accelerator", "Fabric", "Trainer", "scaler", "initialize"):
         return
     for loop in program.step_loops:
@@ -58,7 +58,7 @@ def look(program: Program) -> Iterator[Finding]:
                                        'torch.autocast("cuda", dtype=torch.bfloat16)')
 
 
-def is_half(source: Source, call: ast.Call) -> bool:
+def is_half(source: SourceFile, call: ast.Call) -> bool:
     """Return whether an autocast certainly computes in float16 on CUDA, by name or by default."""
     options = {keyword.arg: keyword.value for keyword in call.keywords}
     if None in options or ("enabled" in options and not (isinstance(options["enabled"], ast.Constant) and options["enabled"].value is True)):

@@ -6,7 +6,7 @@ Why it matters:
     Hooks do not run, and everything built on hooks is silently skipped. DistributedDataParallel does not
     average gradients, `torch.compile` of a module does not compile, and FSDP does not gather its weights.
     Profilers and flatout see no forward pass.
-How to mend it:
+How to fix it:
     Call the module: `model(x)`.
 Bad:
     import torch
@@ -29,10 +29,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.method_calls("forward"):
         assert isinstance(call.func, ast.Attribute)
         owner = call.func.value

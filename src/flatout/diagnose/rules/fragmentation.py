@@ -5,7 +5,7 @@ What:
 Why it matters:
     Each retry frees the whole cache and waits for the device. The program can also run out of memory while
     enough is free, but in separate pieces.
-How to mend it:
+How to fix it:
     Set PYTORCH_ALLOC_CONF=expandable_segments:True, or run:
     flatout tune --levers allocator COMMAND...
 Bad:
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found, size
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, size
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

@@ -5,7 +5,7 @@ What:
     `requires_gradient`).
 Why it matters:
     Python sets a new attribute that is never read. The layers that should stay fixed keep training.
-How to mend it:
+How to fix it:
     Use `module.requires_grad_(False)` for a whole module, and `parameter.requires_grad = False` for one
     parameter.
 Bad:
@@ -27,13 +27,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 MISSPELLED = {"require_grad", "required_grad", "requires_grads", "require_grads", "requiers_grad", "requires_gradient", "required_grads", "requries_grad"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Assign):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, bool):
             continue
@@ -49,11 +49,11 @@ def look(program: Program) -> Iterator[Finding]:
                                f"{owner}.requires_grad_({value})")
 
 
-def _read(source: Source, name: str) -> bool:
+def _read(source: SourceFile, name: str) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load) for node in source.nodes)
 
 
-def _surely_module(program: Program, source: Source, node: ast.AST) -> bool:
+def _surely_module(program: ScriptProgram, source: SourceFile, node: ast.AST) -> bool:
     """Return whether every possible value of an expression is a module."""
     origins = program.origins(source, node)
     return bool(origins) and all("Module" in program.values.kinds(origin.source, origin.node) and not origin.part for origin in origins)

@@ -6,7 +6,7 @@ Why it matters:
     Each call starts a new epoch for one batch. The workers are started and stopped each time, and the batches
     they prefetched are discarded. Without shuffling, every call returns the first batch, and the rest of the
     data is never used.
-How to mend it:
+How to fix it:
     Iterate over the loader. Or create the iterator once, before the loop, and recreate it when it is
     exhausted.
 Bad:
@@ -41,10 +41,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("call"):
             call = event.node

@@ -5,7 +5,7 @@ What:
 Why it matters:
     A full collection visits every object of the program. It takes tens of milliseconds once torch is loaded.
     Tensors are freed by their reference counts, without the collector.
-How to mend it:
+How to fix it:
     Remove it. If memory then grows, a reference cycle holds tensors. Collecting once per epoch is then
     enough.
 Bad:
@@ -39,24 +39,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
-from flatout.diagnose.seen import TIMED, bound, found, habit, how, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, "gc.collect"):
         yield RULE.finding("`gc.collect()` visits every object of the program in every step", event.place, "# remove it, or collect once per epoch")
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, ms, places = habit(profile, "gc_collect")
+    calls, ms, places = event_of(profile, "gc_collect")
     timed = without(profile, ms)
     if timed is not None:
-        ratio = bound(profile, "gc")
+        ratio = certain_gain(profile, "gc")
         yield found(RULE, f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}", places[0] if places else None,
                     predicted=ratio or timed, how=how("gc") if ratio else TIMED, others=places[1:], levers=())
 

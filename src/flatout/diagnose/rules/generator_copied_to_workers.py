@@ -7,7 +7,7 @@ Why it matters:
     Each worker gets a copy of the data set with the generator in the same state. With four workers, every
     augmentation is drawn four times. Unless the workers persist, all of them restart from the same state in
     every epoch. PyTorch reseeds the global generators in each worker, but not a generator in an attribute.
-How to mend it:
+How to fix it:
     Draw from the global generators (`torch.rand(())`, `numpy.random`), which differ in each worker. Or create
     the generator in the worker, seeded with `torch.initial_seed()`.
 Bad:
@@ -49,12 +49,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 GENERATORS = {"numpy.random.default_rng", "numpy.random.RandomState", "numpy.random.Generator", "random.Random", "torch.Generator"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     loaders = list(program.calls("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"))
     if not any(has_workers(call) for _, call in loaders) or program.mentions("worker_init_fn", "get_worker_info"):
         return

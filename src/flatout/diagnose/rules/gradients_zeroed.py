@@ -5,7 +5,7 @@ What:
 Why it matters:
     Every gradient is written once with zeros, then read and written again to add the new gradient. With None,
     the new gradient is stored directly. Zeroed gradients also keep their memory during the forward pass.
-How to mend it:
+How to fix it:
     Call optimizer.zero_grad(), which sets gradients to None since torch 2.0.
 Bad:
     optimizer.zero_grad(set_to_none=False)
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, found, habit, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -26,7 +26,7 @@ EACH = 0.2  # minimum share of the steps
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, ms, places = habit(profile, "zero_grad_to_zero")
+    calls, ms, places = event_of(profile, "zero_grad_to_zero")
     if calls >= EACH:
         yield found(RULE, f"filling gradients with zeros takes {of_step(profile, ms)}", places[0] if places else None, predicted=without(profile, ms),
                     how=TIMED, others=places[1:])

@@ -6,7 +6,7 @@ What:
 Why it matters:
     Nothing is fused across a break, each graph is entered from Python, and CUDA graphs cannot cover the whole
     model.
-How to mend it:
+How to fix it:
     Move the line out of the forward pass, or express it with tensor operations: torch.where instead of an
     `if` on a value. torch.compile(model, fullgraph=True) names each break.
 Bad:
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

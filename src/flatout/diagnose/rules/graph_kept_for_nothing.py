@@ -5,7 +5,7 @@ What:
 Why it matters:
     All activations stay in memory until the loss is reassigned. The forward pass of the next step needs its
     memory in addition.
-How to mend it:
+How to fix it:
     Remove `retain_graph=True`. If PyTorch then raises "Trying to backward through the graph a second time",
     this step uses a tensor of the last one. Find that tensor (a hidden state, a running loss) and detach it.
 Bad:
@@ -37,12 +37,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import StepLoop
 from flatout.probe.values import is_given
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes = loop.of("backward")
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
@@ -56,7 +56,7 @@ def look(program: Program) -> Iterator[Finding]:
             yield RULE.finding("this is the only backward pass of the loop, and it keeps the whole graph for a second one", passes[0].place, shown)
 
 
-def _carried(program: Program, loop: StepLoop) -> bool:
+def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
     """Return whether a module's output feeds its next call: the graph is then needed until it is detached."""
     for event in loop.of("assign"):
         node = event.node

@@ -6,7 +6,7 @@ What:
 Why it matters:
     If a data set or logger keeps adding to lists and dictionaries, the kernel's out-of-memory killer ends the
     program. That happens hours later, and without a traceback.
-How to mend it:
+How to fix it:
     Keep no per-sample records in the data set. Store large tables as one tensor or array, not as Python
     objects.
 Bad:
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.growth import growing
+from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord

@@ -7,7 +7,7 @@ Why it matters:
     The host queues work ahead of the device. To read a value, it must wait until all queued work is done. The
     device then idles until the host has queued more. With small steps, this takes a large share of the time.
     (On a CPU it costs nothing.)
-How to mend it:
+How to fix it:
     Keep a running total on the device (`total += loss.detach()`), and fetch it every hundred steps or once
     per epoch. With the lever `early_values`, a read after the backward pass waits only for the forward pass.
 Bad:
@@ -47,14 +47,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import TIMED, certain_gain, found, how, measured, of_step, said_ms, synchronisations, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, bound, crossings, found, how, measured, of_step, said_ms, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.flow import Event, StepLoop
-from flatout.probe.program import Program
-from flatout.probe.script import Source
-from flatout.probe.values import Origin
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.values import ValueOrigin
 
 KINDS = ("item", "nonzero", "to host", "numpy", "compare", "tolist", "synchronize")
 
@@ -62,20 +62,20 @@ FETCHES = {"item", "cpu", "numpy", "tolist"}
 CASTS = {"float", "int", "bool"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device:
         return
     for loop in program.step_loops:
-        told = set()  # one finding per statement: only the first wait costs time
+        info = set()  # one finding per statement: only the first wait costs time
         for event in loop.of("call"):
             tensor = fetched(event)
             statement = id(event.source.statement(event.node))
-            if tensor is not None and statement not in told and (loop.always(event) or _each_gradient(loop, event, tensor)) and \
+            if tensor is not None and statement not in info and (loop.always(event) or _each_gradient(loop, event, tensor)) and \
                     from_step(program, loop, event.source, tensor):
-                told.add(statement)
+                info.add(statement)
                 shown, name = event.source.code(event.node), event.source.code(tensor)
-                mend = f"{name}.detach()  # sum on the device, and fetch every hundred steps"
-                yield RULE.finding(f"`{shown}` waits in every step until the device has finished all queued work", event.place, mend)
+                fix = f"{name}.detach()  # sum on the device, and fetch every hundred steps"
+                yield RULE.finding(f"`{shown}` waits in every step until the device has finished all queued work", event.place, fix)
         yield from _compared(program, loop)
 
 
@@ -83,12 +83,12 @@ def _of_gradient(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Attribute) and each.attr == "grad" for each in ast.walk(node))
 
 
-def _each_gradient(loop: StepLoop, event: Event, tensor: ast.expr) -> bool:
+def _each_gradient(loop: StepLoop, event: ProgramEvent, tensor: ast.expr) -> bool:
     """Return whether a call reads a value of each parameter's gradient, in a loop inside the step."""
     return _of_gradient(tensor) and not loop.arms(event)
 
 
-def _compared(program: Program, loop: StepLoop) -> Iterator[Finding]:
+def _compared(program: ScriptProgram, loop: StepLoop) -> Iterator[Finding]:
     """Find comparisons such as `if loss < best:`, which also fetch the value."""
     source, top = loop.loop.source, loop.loop.node
     for node in ast.walk(top):
@@ -100,7 +100,7 @@ def _compared(program: Program, loop: StepLoop) -> Iterator[Finding]:
                                "torch.minimum(best, loss.detach()), or compare every hundred steps")
 
 
-def fetched(event: Event) -> ast.expr | None:
+def fetched(event: ProgramEvent) -> ast.expr | None:
     """Return the tensor whose value a call fetches."""
     call = event.node
     if not isinstance(call, ast.Call):
@@ -115,7 +115,7 @@ def fetched(event: Event) -> ast.expr | None:
     return None
 
 
-def from_step(program: Program, loop: StepLoop, source: Source, node: ast.AST, depth: int = 0) -> bool:
+def from_step(program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0) -> bool:
     """Return whether a value comes from the model or loss of this step, which the device still computes."""
     if depth > 8:
         return False
@@ -128,7 +128,7 @@ def from_step(program: Program, loop: StepLoop, source: Source, node: ast.AST, d
         any(_made_by_model(program, loop, origin, depth) for origin in program.origins(source, node))
 
 
-def _made_by_model(program: Program, loop: StepLoop, origin: Origin, depth: int) -> bool:
+def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, depth: int) -> bool:
     node, source = origin.node, origin.source
     if isinstance(node, ast.BinOp):
         return from_step(program, loop, source, node.left, depth + 1) or from_step(program, loop, source, node.right, depth + 1)
@@ -146,9 +146,9 @@ def _made_by_model(program: Program, loop: StepLoop, origin: Origin, depth: int)
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    seen = [c for c in crossings(profile, *KINDS) if c.place is not None and c.calls >= 0.5]
+    seen = [c for c in synchronisations(profile, *KINDS) if c.place is not None and c.calls >= 0.5]
     total = sum(c.ms for c in seen)
-    what_if = bound(profile, "syncs")
+    what_if = certain_gain(profile, "syncs")
     ratio = what_if or (None if measured(profile, "syncs") and profile.device != "cpu" else without(profile, total))
     if not seen or ratio is None:
         return

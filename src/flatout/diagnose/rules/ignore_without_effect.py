@@ -5,7 +5,7 @@ What:
 Why it matters:
     The problem was fixed and the comment stayed: it will hide the next problem on that line. A misspelled
     code hides nothing, although the author expects it to.
-How to mend it:
+How to fix it:
     Remove the comment, or correct the code. `flatout check --explain all` lists the codes.
 Bad:
     import torch

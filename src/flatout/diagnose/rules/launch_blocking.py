@@ -5,7 +5,7 @@ What:
 Why it matters:
     The host waits for the device after every kernel. The setting is for finding the line of a device error.
     Left enabled, it makes training of small models several times slower.
-How to mend it:
+How to fix it:
     Remove the line. Set the variable in the shell for a run that needs it.
 Bad:
     import os
@@ -24,12 +24,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 VARIABLE = "CUDA_LAUNCH_BLOCKING"
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Assign, ast.Call):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value

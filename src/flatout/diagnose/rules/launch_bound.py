@@ -4,7 +4,7 @@ What:
     The device is idle between its kernels, because the host launches them more slowly than they run.
 Why it matters:
     A launch costs the host several microseconds. Shorter kernels leave the device idle, however fast it is.
-How to mend it:
+How to fix it:
     Use larger batches, or run:
     flatout tune --levers compile,fused_ops,fused_optimizer COMMAND...
 Bad:
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found, of_step, said_ms, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, of_step, said_ms, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

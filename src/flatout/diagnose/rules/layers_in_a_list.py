@@ -6,7 +6,7 @@ What:
 Why it matters:
     Modules in a list are not registered. `parameters()` omits them, so they are never trained. `to(device)`
     leaves them on the CPU, `state_dict()` does not save them, and `eval()` does not affect them.
-How to mend it:
+How to fix it:
     Use `torch.nn.ModuleList([...])` or `torch.nn.ModuleDict({...})`.
 Bad:
     import torch
@@ -43,15 +43,15 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 TRAINED = {"Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d",
            "LayerNorm", "GroupNorm", "InstanceNorm2d", "RMSNorm", "Embedding", "EmbeddingBag", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell",
            "MultiheadAttention", "Bilinear", "PReLU", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         for name, statements in program.values.attributes(source, klass).items():
             for statement in statements:
@@ -81,7 +81,7 @@ def _entries(value: ast.AST) -> list[ast.expr]:
     return []
 
 
-def has_parameters(program: Program, source: Source, node: ast.AST) -> bool:
+def has_parameters(program: ScriptProgram, source: SourceFile, node: ast.AST) -> bool:
     """Return whether an expression creates a module with parameters, of torch or of the program."""
     if not isinstance(node, ast.Call):
         return False
@@ -95,7 +95,7 @@ def has_parameters(program: Program, source: Source, node: ast.AST) -> bool:
             for call in ast.walk(klass) if (isinstance(call, ast.Call) and source.klass(call) is klass) or (isinstance(call, ast.Call) and home is not source))
 
 
-def _appended(program: Program, source: Source, klass: ast.ClassDef, name: str) -> bool:
+def _appended(program: ScriptProgram, source: SourceFile, klass: ast.ClassDef, name: str) -> bool:
     for node in ast.walk(klass):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append" and node.args \
                 and isinstance(node.func.value, ast.Attribute) and node.func.value.attr == name and has_parameters(program, source, node.args[0]):

@@ -5,7 +5,7 @@ What:
 Why it matters:
     Every step creates a new layer with new random weights, on the CPU. The optimizer does not know it, so it
     is never trained.
-How to mend it:
+How to fix it:
     Create it in `__init__` and use it in `forward`.
 Bad:
     import torch
@@ -38,10 +38,10 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.layers_in_a_list import TRAINED
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         forward = next((m for m in klass.body if isinstance(m, ast.FunctionDef) and m.name == "forward"), None)
         for call in (node for node in ast.walk(forward or ast.Module([], [])) if isinstance(node, ast.Call)):

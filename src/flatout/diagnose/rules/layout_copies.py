@@ -5,7 +5,7 @@ What:
     in another order.
 Why it matters:
     A copy reads and writes every byte and computes nothing. The backward pass does it again.
-How to mend it:
+How to fix it:
     Choose one layout at the start (model and images .to(memory_format=torch.channels_last)), and remove
     contiguous(). Or run:
     flatout tune --levers channels_last,compile COMMAND...
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import Operation, ProfileRecord
 from flatout.plan.records import Ratio

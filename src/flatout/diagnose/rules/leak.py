@@ -4,7 +4,7 @@ What:
     At the same point of each step, the program holds more tensors than a step before, beyond chance.
 Why it matters:
     The longer the program trains, the more memory it needs, until it runs out.
-How to mend it:
+How to fix it:
     Keep sums instead of lists. Clear a list at the end of an epoch. Limit the size of a cache.
 Bad:
     outputs.append(logits.detach())
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.growth import growing
+from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The file is unpickled without restrictions. Its author can run any code on this machine, with your
     permissions. Since torch 2.6, the default loads only tensors and plain values.
-How to mend it:
+How to fix it:
     Save a `state_dict` and load it with the default. If a class is really needed, allow it:
     `torch.serialization.add_safe_globals([TheClass])`.
 Bad:
@@ -27,11 +27,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 from flatout.probe.values import is_given
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
         if is_given(call, "weights_only", False):
             kept = [k for k in call.keywords if k.arg != "weights_only"]

@@ -6,7 +6,7 @@ Why it matters:
     Every tensor returns to its original device. A checkpoint from a GPU does not load on a machine without
     one, and one from `cuda:3` needs four GPUs. With several processes, all of them fill the memory of the
     first GPU.
-How to mend it:
+How to fix it:
     Use `torch.load(path, map_location=device)`. Or use `map_location="cpu"`, followed by `load_state_dict`,
     which copies to the device of the model.
 Bad:
@@ -32,11 +32,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
         return
     if any(isinstance(call.func, ast.Attribute) and program.values.is_a(source, call.func.value, "Module") for source, call in program.method_calls("cpu")):
@@ -52,7 +52,7 @@ def look(program: Program) -> Iterator[Finding]:
                                f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})')
 
 
-def _are_weights(source: Source, load: ast.Call) -> bool:
+def _are_weights(source: SourceFile, load: ast.Call) -> bool:
     """Return whether the loaded object goes into a module, or is one; a word table or image has no device."""
     holder = source.parent(load)
     names = {target.id for target in getattr(holder, "targets", []) if isinstance(target, ast.Name)} if isinstance(holder, ast.Assign) else set()
@@ -66,7 +66,7 @@ def _are_weights(source: Source, load: ast.Call) -> bool:
     return False
 
 
-def _file(source: Source, call: ast.Call, place: int = 0) -> str:
+def _file(source: SourceFile, call: ast.Call, place: int = 0) -> str:
     """Return the file that a call reads or writes, as code; for an open file, the path that was opened."""
     if len(call.args) <= place:
         return ""
@@ -77,7 +77,7 @@ def _file(source: Source, call: ast.Call, place: int = 0) -> str:
     return ast.unparse(given)
 
 
-def _loaded_again(program: Program) -> set[int]:
+def _loaded_again(program: ScriptProgram) -> set[int]:
     """Return the loads of files that the same run saved before: the device is the same."""
     saved: set[str] = set()
     found = set()

@@ -5,7 +5,7 @@ What:
 Why it matters:
     Every epoch restarts the workers, and they lose everything they have read or imported.
     `persistent_workers` cannot help, since the loader itself is discarded.
-How to mend it:
+How to fix it:
     Create it once, before the loop, with `persistent_workers=True`. A shuffling loader reshuffles in every
     epoch by itself.
 Bad:
@@ -49,16 +49,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.data_path import Cause, cause, how_known, worth
+from flatout.diagnose.gains import found, of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, of_step
+from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.flow import Event, StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             call = event.node
@@ -68,14 +68,14 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
 
 
-def training_of_its_own(program: Program, loop: StepLoop, event: Event) -> bool:
+def training_of_its_own(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> bool:
     """Return whether each pass of the loop creates an optimizer: a separate training (a fold, a setting)."""
     around = event.loops[-1]
     return any(each.kind == "call" and around in each.loops and isinstance(each.node, ast.Call) and ".optim." in each.source.dotted(each.node.func)
                for each in [*loop.around, *loop.events])
 
 
-def _changes(event: Event) -> bool:
+def _changes(event: ProgramEvent) -> bool:
     """Return whether an argument depends on a name that the loop sets, directly or through functions."""
     call = event.node
     names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
@@ -90,11 +90,11 @@ def _changes(event: Event) -> bool:
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not Cause.REMADE:
+        if cause(profile, loader) is not WaitCause.REMADE:
             continue
         said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
         evidence = [f"the first batch of each takes {loader.start_ms:.0f} ms", f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
-        yield found(RULE, said, loader.place, evidence=evidence, predicted=worth(profile, loader), how=how_known(profile))
+        yield found(RULE, said, loader.place, evidence=evidence, predicted=gain_without_wait(profile, loader), how=how_known(profile))
 
 
 RULE = Rule("FL106", "loader_made_in_loop", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",))

@@ -6,7 +6,7 @@ What:
 Why it matters:
     Writing waits for a terminal or a disk. Formatting a tensor waits for its value. A checkpoint copies every
     parameter.
-How to mend it:
+How to fix it:
     Put it behind a condition such as if step % 100 == 0:
 Bad:
     for step, batch in enumerate(loader):
@@ -22,20 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, measured, of_step, said_ms, synchronisations, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, bound, crossings, found, habit, how, measured, of_step, said_ms, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    printed = [(c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place) for c in crossings(profile, "print")]
+    printed = [(c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place) for c in synchronisations(profile, "print")]
     for name in ("save", "write", "flush"):
-        calls, ms, places = habit(profile, name)
+        calls, ms, places = event_of(profile, name)
         printed += [(ms, f"{name}, {calls:.3g} times per {profile.unit}", place) for place in places[:1]]
     seen = sorted((entry for entry in printed if entry[2] is not None), key=lambda entry: -entry[0])
     total = sum(ms for ms, _, _ in seen)
-    what_if = bound(profile, "logging")
+    what_if = certain_gain(profile, "logging")
     ratio = what_if or (None if measured(profile, "logging") else without(profile, total))
     if not seen or ratio is None or without(profile, total) is None:
         return

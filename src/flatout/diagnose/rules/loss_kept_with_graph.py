@@ -6,7 +6,7 @@ What:
 Why it matters:
     A total of tensors is part of a graph that references the graphs of all previous steps. Memory grows with
     every step, often so slowly that it runs out only after hours.
-How to mend it:
+How to fix it:
     Use `total += loss.detach()`, which stays on the device and does not wait, or `loss.item()`.
 Bad:
     import torch
@@ -43,31 +43,31 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.growth import growing
+from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.flow import Event, StepLoop
 from flatout.probe.names import Binding
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.events:
             held = _held(event)
             if held is None:
                 continue
-            keeper, kept = held
+            reaper, kept = held
             name = _graph(program, loop, event, kept)
-            if name is not None and not _backward(loop, keeper) and _outlives(loop, event, keeper):
-                into = event.source.code(keeper)
+            if name is not None and not _backward(loop, reaper) and _outlives(loop, event, reaper):
+                into = event.source.code(reaper)
                 yield RULE.finding(f"`{into}` keeps `{name}` with its whole graph: memory grows with every step", event.place,
                                    event.source.code(event.node).replace(name, f"{name}.detach()") if event.kind == "call" else
                                    f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}")
 
 
-def _held(event: Event) -> tuple[ast.expr, ast.expr] | None:
+def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
     """Return container and kept value: ``total += loss``, ``total = total + loss``, ``kept.append(loss)``."""
     node = event.node
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
@@ -80,7 +80,7 @@ def _held(event: Event) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def _graph(program: Program, loop: StepLoop, event: Event, kept: ast.expr) -> str | None:
+def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> str | None:
     """Return the name of the loss in the kept value if it still has its graph, alone or scaled by numbers."""
     if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
         return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
@@ -96,7 +96,7 @@ def _graph(program: Program, loop: StepLoop, event: Event, kept: ast.expr) -> st
     return None
 
 
-def _detached(event: Event, kept: ast.expr) -> bool:
+def _detached(event: ProgramEvent, kept: ast.expr) -> bool:
     """Return whether the name gets a value without a graph before it is kept: ``loss = loss.item()``."""
     bindings: list[Binding] = event.source.names.reaching(kept) if isinstance(kept, ast.Name) else []
     return any(isinstance(b.value, ast.Call) and isinstance(b.value.func, (ast.Attribute, ast.Name)) and
@@ -104,24 +104,24 @@ def _detached(event: Event, kept: ast.expr) -> bool:
                for b in bindings if b.value is not None)
 
 
-def _backward(loop: StepLoop, keeper: ast.expr) -> bool:
+def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
     """Return whether the container is itself used for a backward pass."""
-    return any(event.subject is not None and any(ast.unparse(node) == ast.unparse(keeper) for node in ast.walk(event.subject) if isinstance(node, ast.expr))
+    return any(event.subject is not None and any(ast.unparse(node) == ast.unparse(reaper) for node in ast.walk(event.subject) if isinstance(node, ast.expr))
                for event in loop.of("backward"))
 
 
-def _outlives(loop: StepLoop, event: Event, keeper: ast.expr) -> bool:
+def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
     """Return whether the container is created outside the loop: nothing in a pass resets it."""
     for each in loop.events:
         if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
             for target in each.node.targets:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
-                if any(ast.unparse(name) == ast.unparse(keeper) for name in names):
+                if any(ast.unparse(name) == ast.unparse(reaper) for name in names):
                     return False
     function = event.source.function(event.node)
     around = list(event.source.parents(event.node))
     in_a_loop = any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)]) if function in around else True
-    return in_a_loop or not isinstance(keeper, ast.Name)  # otherwise it is local to a function called in each step
+    return in_a_loop or not isinstance(reaper, ast.Name)  # otherwise it is local to a function called in each step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

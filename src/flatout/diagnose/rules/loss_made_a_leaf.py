@@ -7,7 +7,7 @@ What:
 Why it matters:
     This only silences "element 0 of tensors does not require grad". The gradient ends at the new tensor, and
     no parameter gets a gradient. The optimizer changes nothing (or only applies weight decay).
-How to mend it:
+How to fix it:
     Find where the loss left the graph: `.item()`, `.detach()`, `.data`, NumPy, `argmax`, or `torch.no_grad()`
     around the forward pass.
 Bad:
@@ -40,29 +40,29 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent
 from flatout.probe.values import is_given
 
 MAKES_LEAF = ("torch.tensor", "torch.autograd.Variable", "torch.as_tensor")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             if event.subject is None:
                 continue
             origins = program.origins(event.source, event.subject)
             leaf = bool(origins) and all(_is_leaf(origin.source, origin.node) for origin in origins)
-            if leaf or _told(event):
+            if leaf or _info(event):
                 name = event.source.code(event.subject)
                 yield RULE.finding(f"`{name}` is cut off from the model and set to require a gradient: no parameter gets a gradient", event.place,
                                    f"# call backward() on the loss itself, without item(), detach() or data on the way to `{name}`",
                                    others=[origin.source.place(origin.node) for origin in origins if leaf][:1])
 
 
-def _is_leaf(source: Source, node: ast.AST) -> bool:
+def _is_leaf(source: SourceFile, node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     if is_given(node, "requires_grad", True) and source.dotted(node.func) in MAKES_LEAF:
@@ -70,7 +70,7 @@ def _is_leaf(source: Source, node: ast.AST) -> bool:
     return isinstance(node.func, ast.Attribute) and node.func.attr == "detach"
 
 
-def _told(backward: Event) -> bool:
+def _info(backward: ProgramEvent) -> bool:
     """Return whether the function that calls backward sets ``loss.requires_grad = True``."""
     subject = ast.unparse(backward.subject) if backward.subject is not None else ""
     home = backward.frames[-1] if backward.frames else backward.source.tree

@@ -7,7 +7,7 @@ Why it matters:
     The sum of n means is n times the mean over the larger batch. With SGD, the learning rate is effectively n
     times larger. With Adam, clipping and weight decay act at a different ratio than intended. Changing n then
     silently changes the training.
-How to mend it:
+How to fix it:
     Use `loss = loss / n` before `backward()`, where n is the number of accumulated batches.
 Bad:
     import torch
@@ -44,11 +44,11 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("accumulate", "Accelerator", "Fabric", "div_", "mul_"):  # they may divide out of sight
         return
     if any(node.arg == "reduction" and isinstance(node.value, ast.Constant) and node.value.value == "sum"
@@ -69,7 +69,7 @@ def look(program: Program) -> Iterator[Finding]:
                                passes[0].place, f"({name} / {by}).backward()", others=[steps[0].place])
 
 
-def scaled_down(source: Source, loss: ast.AST, depth: int = 0) -> bool:
+def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     """Return whether a loss is divided or multiplied on its way, or its origin is not visible."""
     if any(isinstance(node, (ast.Div, ast.Mult, ast.FloorDiv)) for node in ast.walk(loss)) or depth > 6:
         return True

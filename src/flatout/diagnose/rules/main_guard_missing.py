@@ -7,7 +7,7 @@ Why it matters:
     Without fork, each worker imports the script again, and would start the training again. Python stops it
     with a RuntimeError. This affects macOS, Windows and, since Python 3.14, Linux, where `forkserver` is now
     the default.
-How to mend it:
+How to fix it:
     Move the program into a function, and call it below `if __name__ == "__main__":`.
 Bad:
     import torch
@@ -40,11 +40,11 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.generator_copied_to_workers import has_workers
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import loops_over
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import loops_over
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     main = program.main
     if main.cells or any(isinstance(node, ast.Name) and node.id == "__name__" for node in main.nodes):
         return

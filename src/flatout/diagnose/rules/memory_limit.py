@@ -5,7 +5,7 @@ What:
     fills the peak.
 Why it matters:
     A longer sequence, another process on the device or a little fragmentation ends the program.
-How to mend it:
+How to fix it:
     If activations fill it: autocast, smaller micro-batches, or activation checkpointing. If the optimizer
     state fills it: a fused or 8-bit optimizer, or sharding. Or run:
     flatout tune --levers autocast,allocator COMMAND...
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found, size
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, size
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

@@ -5,7 +5,7 @@ What:
 Why it matters:
     After the first call it has no effect, but it visits every parameter and buffer in Python. For a large
     model, this takes milliseconds, while the device waits.
-How to mend it:
+How to fix it:
     Move the model once, before creating the optimizer.
 Bad:
     import torch
@@ -35,10 +35,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         inside = {id(event.node) for event in loop.events}
         for event in loop.of("call"):

@@ -6,7 +6,7 @@ What:
 Why it matters:
     An `if` needs the result in Python, so the host waits for the device in every step, exactly as with
     `.item()`. (On a CPU it costs nothing.)
-How to mend it:
+How to fix it:
     Check every hundred steps, or let the device decide. A GradScaler skips such steps automatically, and
     `torch.where` needs no result in Python.
 Bad:
@@ -45,12 +45,12 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.host_sync_every_step import from_step
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 ASKS = {"isnan", "isfinite", "isinf"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device:
         return
     for loop in program.step_loops:

@@ -6,7 +6,7 @@ Why it matters:
     The loss only picks the entry of the target class and negates it. With logits, it can fall without limit,
     because the model learns to output ever larger numbers. With probabilities, its gradient vanishes exactly
     where the model is most wrong.
-How to mend it:
+How to fix it:
     Apply `F.log_softmax(output, dim=1)` first, or use `cross_entropy` instead.
 Bad:
     import torch
@@ -31,13 +31,13 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.softmax_before_cross_entropy import ends_in, losses
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 WANTED = {"NLLLoss": "", "nll_loss": ""}
 WRONG = {"softmax", "sigmoid", "Linear", "Conv2d", "relu", "ReLU", "tanh", "Tanh"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, WANTED):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made <= WRONG:

@@ -5,7 +5,7 @@ What:
 Why it matters:
     From pageable memory, the driver must first copy to its own pinned buffer, and the host waits for that.
     `non_blocking=True` then has almost no effect.
-How to mend it:
+How to fix it:
     Set `DataLoader(..., pin_memory=True)`.
 Bad:
     import torch
@@ -41,11 +41,11 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 from flatout.probe.values import is_given
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     pinned_elsewhere = program.mentions("pin_memory")  # a collate function may pin
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The first such loss reaches every weight in the next step. From then on, training continues at full speed
     but learns nothing.
-How to mend it:
+How to fix it:
     Look at the first one: torch.autograd.set_detect_anomaly(True) for a few steps names the operator. A
     logarithm or root of a value that becomes negative needs softplus or clamp. If the learning rate is too
     large, reduce it.
@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    calls, _, places = habit(profile, "loss_not_finite")
+    calls, _, places = event_of(profile, "loss_not_finite")
     if calls > 0:
         share = f"{100 * min(1.0, calls):.0f} % of the losses are NaN or infinite"
         yield found(RULE, share, places[0] if places else None, others=places[1:])

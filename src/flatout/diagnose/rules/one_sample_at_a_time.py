@@ -5,7 +5,7 @@ What:
 Why it matters:
     A call on one sample costs almost as much as a call on many. It launches the same kernels and runs the
     same Python code, and the device is mostly idle. A batch of 64 takes up to 64 times as long.
-How to mend it:
+How to fix it:
     Call the model once on the whole batch. Pad samples of different lengths. For per-sample gradients, use
     `torch.func.vmap`.
 Bad:
@@ -43,11 +43,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("call"):
             call = event.node
@@ -61,7 +61,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{shown}({event.source.code(batch)})  # once, for the whole batch", others=[event.source.place(event.loops[-1].node)])
 
 
-def _batch(event: Event) -> ast.expr | None:
+def _batch(event: ProgramEvent) -> ast.expr | None:
     """Return ``x`` of a call on ``x[i]`` or ``x[i].unsqueeze(0)`` whose innermost loop runs ``i`` over x."""
     around = event.loops[-1].node
     given = event.node.args[0] if isinstance(event.node, ast.Call) else None
@@ -73,7 +73,7 @@ def _batch(event: Event) -> ast.expr | None:
     return given.value if ast.unparse(given.slice) == around.target.id and ast.unparse(around.iter) in lengths else None
 
 
-def _from_loader(program: Program, loop: StepLoop, event: Event, batch: ast.expr) -> bool:
+def _from_loader(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, batch: ast.expr) -> bool:
     """Return whether a value is a batch of the training loader: its first dimension counts samples."""
     return "Tensor" in program.values.kinds(event.source, batch) and any(origin.node is loop.loop.node for origin in program.origins(event.source, batch))
 

@@ -6,7 +6,7 @@ Why it matters:
     The optimizer holds the momentum, the averages of Adam and its bias correction. A new optimizer starts
     without them. Every step of Adam is then a first step (the sign of the gradient, at the full learning
     rate), and a scheduler has no effect.
-How to mend it:
+How to fix it:
     Create it once, before the loop.
 Bad:
     import torch
@@ -35,14 +35,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import OFTEN, event_of, found, times_at_one_place
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import OFTEN, found, habit, times_at_one_place
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         made = [event for event in loop.of("call") if loop.always(event) and isinstance(event.node, ast.Call)]
         for event in made:
@@ -60,7 +60,7 @@ def look(program: Program) -> Iterator[Finding]:
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    _, _, places = habit(profile, "make_optimizer")
+    _, _, places = event_of(profile, "make_optimizer")
     made = times_at_one_place(profile, "make_optimizer")
     if places and made >= OFTEN:
         yield found(RULE, f"this line has created {made} optimizers", places[0])

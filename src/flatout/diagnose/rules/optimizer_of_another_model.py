@@ -6,7 +6,7 @@ What:
 Why it matters:
     The optimizer keeps the parameters it was given and continues to update the old ones. The new parameters
     get gradients but are never updated. The replaced head of a fine-tuned network stays random.
-How to mend it:
+How to fix it:
     Create the optimizer last. (`model.to(device)` in between is fine: it changes the parameters in place.)
 Bad:
     import torch
@@ -37,13 +37,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 WITHOUT_PARAMETERS = {"Identity", "ReLU", "Dropout", "Flatten", "Softmax", "Sigmoid", "Tanh", "MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d", "Sequential"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         for call in source.calls:
             if "Optimizer" not in program.values.kinds(source, call) or program.values.origins(source, call)[0].node is not call or not call.args:
@@ -60,7 +60,7 @@ def _whose(parameters: ast.AST) -> ast.Name | None:
     return None
 
 
-def _replaced(program: Program, source: Source, optimizer: ast.Call, model: ast.Name) -> Iterator[Finding]:
+def _replaced(program: ScriptProgram, source: SourceFile, optimizer: ast.Call, model: ast.Name) -> Iterator[Finding]:
     """Find later statements of the block that replace parameters, with no optimizer created after them."""
     statement = source.statement(optimizer)
     block = next((body for name in ("body", "orelse") if isinstance(body := getattr(source.parent(statement), name, None), list) and statement in body), None) \
@@ -89,7 +89,7 @@ def _takes_parameters(statement: ast.AST, model: str) -> bool:
     return False
 
 
-def _gives_new_parameters(program: Program, source: Source, statement: ast.Assign, model: ast.Name) -> bool:
+def _gives_new_parameters(program: ScriptProgram, source: SourceFile, statement: ast.Assign, model: ast.Name) -> bool:
     """Return whether an assignment replaces the model, or part of it, by a new module with parameters."""
     root = statement.targets[0]
     while isinstance(root, (ast.Attribute, ast.Subscript)):

@@ -6,7 +6,7 @@ What:
     nothing.
 Why it matters:
     The plain loop runs a dozen operations per parameter from Python. The fused form is one pass over memory.
-How to mend it:
+How to fix it:
     Set fused=True in your optimizer, or foreach=True if it has no fused form. It stays the same optimizer.
     For a large table of which a batch uses few rows, use nn.Embedding(..., sparse=True) and
     torch.optim.SparseAdam.
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, measured, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, bound, found, habit, how, measured, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -31,7 +31,7 @@ MUCH = 1.15  # a fused optimizer, or one with few parameters, rarely takes more 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
-    what_if = bound(profile, "optimizer")
+    what_if = certain_gain(profile, "optimizer")
     own = without(profile, phase.share * (profile.step_ms or 0.0)) if phase else what_if
     if own is None or (measured(profile, "optimizer") and what_if is None):
         return
@@ -46,9 +46,9 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     kind = first.get("kind")
     form = "fused" if kind in FUSED else "foreach"
     evidence = [f"{kind} updates {first.get('tensors')} tensors, {forms}"]
-    _, _, places = habit(profile, "make_optimizer")
+    _, _, places = event_of(profile, "make_optimizer")
     yield found(RULE, f"the optimizer {takes}", places[0] if places else None, evidence=evidence, predicted=ratio,
-                how=how("optimizer") if ratio is what_if else TIMED, mend=f"{kind}(..., {form}=True)  # keep its other arguments")
+                how=how("optimizer") if ratio is what_if else TIMED, fix=f"{kind}(..., {form}=True)  # keep its other arguments")
 
 
 RULE = Rule("FL151", "optimizer_share", Severity.TIME, __doc__ or "", judge=judge, levers=("fused_optimizer",))

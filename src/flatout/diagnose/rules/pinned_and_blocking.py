@@ -6,7 +6,7 @@ What:
 Why it matters:
     Pinning costs a copy in a thread of the loader. In return, the copy to the device can overlap with the
     host's work. Without `non_blocking=True`, the host waits for that copy anyway.
-How to mend it:
+How to fix it:
     Use `x.to(device, non_blocking=True)`.
 Bad:
     import torch
@@ -41,22 +41,22 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
-from flatout.probe.values import Origin, iterated
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
+from flatout.probe.values import ValueOrigin, iterated
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
         if pins(loader) is True and not non_blocking(event.node):
             call = event.source.code(event.node)
-            told = call[:-1] + (", " if event.node.args or event.node.keywords else "") + "non_blocking=True)"
+            info = call[:-1] + (", " if event.node.args or event.node.keywords else "") + "non_blocking=True)"
             yield RULE.finding(f"the loader on line {loader.source.place(loader.node).line} pins its batches, but `{call}` waits for the copy anyway",
-                               event.place, told, others=[loader.source.place(loader.node)])
+                               event.place, info, others=[loader.source.place(loader.node)])
 
 
-def batches_moved(program: Program) -> Iterator[tuple[Event, Origin]]:
+def batches_moved(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, ValueOrigin]]:
     """Yield where a training loop moves a batch to a device, with the loader of the batch."""
     for loop in program.step_loops:
         if not isinstance(loop.loop.node, (ast.For, ast.AsyncFor)):
@@ -87,7 +87,7 @@ def _to_device(call: ast.Call) -> bool:
         and not (isinstance(first, ast.Constant) and first.value == "cpu")
 
 
-def pins(loader: Origin) -> bool | None:
+def pins(loader: ValueOrigin) -> bool | None:
     """Return whether a loader pins its batches, or None if the source does not show it."""
     assert isinstance(loader.node, ast.Call)
     options = {keyword.arg: keyword.value for keyword in loader.node.keywords}

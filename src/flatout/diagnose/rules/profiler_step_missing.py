@@ -6,7 +6,7 @@ Why it matters:
     The schedule counts calls of `step()`. Without them, the profiler stays in its first phase. With `wait=1`,
     it records nothing and writes no trace. Without a wait phase, it records the whole run as one step and
     fills the memory.
-How to mend it:
+How to fix it:
     Call `prof.step()` at the end of every pass of the loop.
 Bad:
     import torch
@@ -42,11 +42,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     steps = [event for event in program.events if event.kind == "profiler_step"]
     for source, call in program.calls("torch.profiler.profile"):
         plan = next((keyword.value for keyword in call.keywords if keyword.arg == "schedule"), None)
@@ -60,14 +60,14 @@ def look(program: Program) -> Iterator[Finding]:
                            others=[event.place for event in steps])
 
 
-def _name(source: Source, call: ast.Call) -> str:
+def _name(source: SourceFile, call: ast.Call) -> str:
     """Return the name of the profiler."""
     holder = source.parent(call)
     target = holder.optional_vars if isinstance(holder, ast.withitem) else holder.targets[0] if isinstance(holder, ast.Assign) else None
     return target.id if isinstance(target, ast.Name) else ""
 
 
-def _handed_on(program: Program, source: Source, name: str) -> bool:
+def _handed_on(program: ScriptProgram, source: SourceFile, name: str) -> bool:
     """Return whether the profiler is passed to a function without visible source."""
     for call in source.calls:
         handed = [*call.args, *(keyword.value for keyword in call.keywords)]

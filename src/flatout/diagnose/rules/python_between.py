@@ -5,7 +5,7 @@ What:
     most of that time.
 Why it matters:
     On a CPU, nothing overlaps with it. On a GPU, the device runs out of work.
-How to mend it:
+How to fix it:
     Run it every hundred steps, use tensors instead of Python numbers, or remove it.
 Bad:
     for truth, answer in zip(y, found):
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit, of_step, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -27,7 +27,7 @@ MUCH = 1.15  # users expect a cheap metric in each step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    _, ms, places = habit(profile, "between")
+    _, ms, places = event_of(profile, "between")
     ratio = without(profile, ms)
     if ratio is None or ratio.median < MUCH or not places:
         return

@@ -6,7 +6,7 @@ What:
 Why it matters:
     All ranks train on all of the data: in every epoch, N devices do N times the work of one. With equal seeds
     they even get the same batches, and the averaged gradient is that of one device.
-How to mend it:
+How to fix it:
     Use `sampler=DistributedSampler(dataset)` instead of `shuffle=True`, and call `sampler.set_epoch(epoch)`
     in every epoch.
 Bad:
@@ -45,14 +45,14 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 from flatout.probe.values import iterated
 
 WRAPPED = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 SHARDS = ("IterableDataset", "split_dataset_by_node", "random_split", "Subset", "scatter", "shard", "Accelerator", "Fabric")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if not any(program.calls(*WRAPPED)) or program.mentions(*SHARDS):
         return
     for loop in program.step_loops:

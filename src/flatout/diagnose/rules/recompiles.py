@@ -6,7 +6,7 @@ What:
 Why it matters:
     Each compilation takes seconds to minutes. After eight of them, torch stops compiling the function and
     runs it uncompiled.
-How to mend it:
+How to fix it:
     Use torch.compile(model, dynamic=True), or torch._dynamo.mark_dynamic(tensor, 0) for the axis that
     changes. Or pad to a few lengths.
 Bad:
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

@@ -6,7 +6,7 @@ Why it matters:
     In `__getitem__`, every sample draws the same "random" augmentation. In `worker_init_fn`, all workers draw
     the same numbers, and draw them again in every epoch. (By default, PyTorch gives each worker separate
     seeds for torch, random and NumPy, new in every epoch.)
-How to mend it:
+How to fix it:
     Remove the line, or derive the seed from `torch.initial_seed()`, which differs between workers and epochs.
 Bad:
     import random
@@ -54,13 +54,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 
 SEEDS = ("random.seed", "numpy.random.seed", "torch.manual_seed", "torch.random.manual_seed")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, function, where in _in_workers(program):
         own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -69,7 +69,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{source.code(call.func)}(torch.initial_seed() % 2**32)")
 
 
-def _in_workers(program: Program) -> Iterator[tuple[Source, ast.AST, str]]:
+def _in_workers(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST, str]]:
     for source, klass in program.datasets_defined():
         for method in klass.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__getitem__":
@@ -83,14 +83,14 @@ def _in_workers(program: Program) -> Iterator[tuple[Source, ast.AST, str]]:
                     yield home, function, "in every worker and every epoch"
 
 
-def _fixed(source: Source, seed: ast.expr, own: set[str]) -> bool:
+def _fixed(source: SourceFile, seed: ast.expr, own: set[str]) -> bool:
     """Return whether a seed is a number, or a name of the module or options: no local name, no call."""
     if any(isinstance(node, ast.Call) for node in ast.walk(seed)):
         return False
     return all(_outer(source, name, own) for name in ast.walk(seed) if isinstance(name, ast.Name))
 
 
-def _outer(source: Source, name: ast.Name, own: set[str]) -> bool:
+def _outer(source: SourceFile, name: ast.Name, own: set[str]) -> bool:
     """Return whether a name is set outside the function, to a literal or an import."""
     bindings = source.names.lookup(name)
     if name.id in own or name.id == "self" or not bindings or name.id in source.names.at[id(name)].names:

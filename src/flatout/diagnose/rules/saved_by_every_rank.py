@@ -5,7 +5,7 @@ What:
 Why it matters:
     All ranks write to one path at the same time. The file can be mixed or truncated, which shows only when it
     is loaded. On a shared disk, saving also takes N times as long.
-How to mend it:
+How to fix it:
     Put it under `if torch.distributed.get_rank() == 0:`.
 Bad:
     import torch
@@ -29,12 +29,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
 from flatout.probe.names import FUNCTIONS
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     wraps = {id(call) for _, call in program.calls("torch.nn.parallel.DistributedDataParallel")}
     distributed = {event.root for event in program.events if id(event.node) in wraps}
     for event in program.events if distributed else ():
@@ -48,7 +48,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"if torch.distributed.get_rank() == 0:\n    {event.source.code(event.node)}")
 
 
-def _leaves_early(event: Event) -> bool:
+def _leaves_early(event: ProgramEvent) -> bool:
     """Return whether a calling function may return early, or its name or decorators mention a rank."""
     for frame in event.frames:
         if not isinstance(frame, FUNCTIONS):

@@ -7,7 +7,7 @@ Why it matters:
     In the first case, the optimizer uses gradients that are tens of thousands of times too large, including
     infinities. In the second case, `scaler.step` divides gradients that were never multiplied. They become
     about 65,536 times too small.
-How to mend it:
+How to fix it:
     Use all three of `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()`, or none.
 Bad:
     import torch
@@ -46,11 +46,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, implies, together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, implies, together
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes, scaler_steps = loop.of("backward"), loop.of("scaler_step")
         by_scaler = [event for event in passes if _by_scaler(program, event)]
@@ -70,13 +70,13 @@ def look(program: Program) -> Iterator[Finding]:
                                f"{scaler}.step({optimizer})", others=[met[-1].place])
 
 
-def _by_scaler(program: Program, event: Event) -> bool:
+def _by_scaler(program: ScriptProgram, event: ProgramEvent) -> bool:
     """Return whether a loss goes through a known GradScaler."""
     call = event.node.func.value if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute) else None
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and program.values.is_a(event.source, call.func.value, "GradScaler")
 
 
-def _scaler(event: Event) -> str:
+def _scaler(event: ProgramEvent) -> str:
     scale = event.node.func.value.func if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute) \
         and isinstance(event.node.func.value, ast.Call) else None
     return event.source.code(scale.value) if isinstance(scale, ast.Attribute) else "scaler"

@@ -6,7 +6,7 @@ Why it matters:
     `update` lowers the factor after an overflow and raises it again later. Without it, an enabled scaler
     raises "step() has already been called since the last update()" in the second step. A disabled scaler (no
     GPU, or float32 by option) raises nothing, so the error appears only on the first run on a GPU.
-How to mend it:
+How to fix it:
     Call `scaler.update()` directly after `scaler.step(optimizer)`, once per step, even with several
     optimizers.
 Bad:
@@ -43,10 +43,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("scaler_step"):
             call = step.node

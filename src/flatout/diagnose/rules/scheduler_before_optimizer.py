@@ -6,7 +6,7 @@ Why it matters:
     The first value of the schedule is skipped, and every later value comes one pass too early. Warm-up starts
     at its second value, and a drop after 30 epochs comes after 29. PyTorch warns once, among other lines, and
     continues.
-How to mend it:
+How to fix it:
     Call `scheduler.step()` after the optimizer steps, at the end of the same pass.
 Bad:
     import torch
@@ -45,11 +45,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import together
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("step", "scaler_step")
         for event in [*loop.around, *loop.events]:

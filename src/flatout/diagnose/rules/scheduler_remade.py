@@ -5,7 +5,7 @@ What:
 Why it matters:
     Each new scheduler starts at step zero and takes the current rate as the initial one. The schedule is
     never followed.
-How to mend it:
+How to fix it:
     Create it once, before the loop.
 Bad:
     for epoch in range(90):
@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import OFTEN, event_of, found, times_at_one_place
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import OFTEN, found, habit, times_at_one_place
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    _, _, places = habit(profile, "make_scheduler")
+    _, _, places = event_of(profile, "make_scheduler")
     made = times_at_one_place(profile, "make_scheduler")
     if places and made >= OFTEN:
         yield found(RULE, f"this line has created {made} schedulers", places[0])

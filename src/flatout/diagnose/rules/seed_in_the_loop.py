@@ -5,7 +5,7 @@ What:
 Why it matters:
     Dropout masks, noise and the order of the data restart from the same point. The "random" numbers are the
     same in every epoch or every step.
-How to mend it:
+How to fix it:
     Seed once, before the loops. To make each pass repeatable on its own, seed with the pass:
     `torch.manual_seed(seed + epoch)`.
 Bad:
@@ -37,13 +37,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import StepLoop
 
 SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             if event.kind == "call" and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in SEEDS and event.node.args \
@@ -52,7 +52,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{event.source.code(event.node)}  # once, before the loops")
 
 
-def _new_run(program: Program, loop: StepLoop, around: ast.AST) -> bool:
+def _new_run(program: ScriptProgram, loop: StepLoop, around: ast.AST) -> bool:
     """Return whether each pass creates a model or optimizer: a separate training (a fold, a setting)."""
     return any(event.kind == "call" and any(each.node is around for each in event.loops) and
                {"Optimizer", "Module"} & program.values.kinds(event.source, event.node) and isinstance(event.node, ast.Call) and

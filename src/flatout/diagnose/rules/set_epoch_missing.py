@@ -6,7 +6,7 @@ What:
 Why it matters:
     The sampler shuffles with a generator seeded by `seed + epoch`. Without `set_epoch`, the epoch stays 0.
     Every epoch has the same order and the same batches, and SGD loses the noise from shuffling.
-How to mend it:
+How to fix it:
     Call `sampler.set_epoch(epoch)` at the start of every epoch.
 Bad:
     import torch
@@ -52,14 +52,14 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import StepLoop
 from flatout.probe.values import iterated
 
 SAMPLERS = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("set_epoch", "Trainer", "Fabric", "Accelerator"):
         return
     epochs = [loop for loop in program.step_loops if loop.outer and isinstance(loop.loop.node, ast.For)]
@@ -75,7 +75,7 @@ def look(program: Program) -> Iterator[Finding]:
                                f"{name}.set_epoch(epoch)  # first line of the loop over epochs")
 
 
-def _feeds(program: Program, sampler: ast.Call, loop: StepLoop) -> bool:
+def _feeds(program: ScriptProgram, sampler: ast.Call, loop: StepLoop) -> bool:
     """Return whether the training loop iterates over a loader with this sampler."""
     assert isinstance(loop.loop.node, ast.For)
     for origin in program.origins(loop.source, iterated(loop.loop.node.iter)):

@@ -5,7 +5,7 @@ What:
 Why it matters:
     A pageable copy goes through a buffer of the driver. It runs at half the speed and cannot overlap with
     other work.
-How to mend it:
+How to fix it:
     Use DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True).
 Bad:
     x = x.to(device)
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import TIMED, certain_gain, found, how, measured, said_ms, size, synchronisations, without
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import TIMED, bound, crossings, found, how, measured, said_ms, size, without
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    seen = [c for c in crossings(profile, "to device") if c.pinned is False or c.non_blocking is False]
+    seen = [c for c in synchronisations(profile, "to device") if c.pinned is False or c.non_blocking is False]
     total = sum(c.ms for c in seen)
-    what_if = bound(profile, "copies")
+    what_if = certain_gain(profile, "copies")
     ratio = what_if or (None if measured(profile, "copies") else without(profile, total))
     if profile.device == "cpu" or not seen or ratio is None:
         return

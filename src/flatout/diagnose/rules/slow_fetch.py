@@ -5,7 +5,7 @@ What:
     collate function.
 Why it matters:
     That line runs once per sample, in Python. Each epoch pays its cost again.
-How to mend it:
+How to fix it:
     Do the work once, when creating the data set, or for the whole batch at once. Or let workers do it in
     parallel:
     flatout tune --levers cached_prefix,batched_transforms,loader COMMAND...
@@ -25,22 +25,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.data_path import Cause, cause, how_known, worth
+from flatout.diagnose.gains import found, of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, of_step
+from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not Cause.SLOW_FETCH or loader.slow_place is None:
+        if cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
             continue
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers")
         share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
-        yield found(RULE, share, loader.slow_place, evidence=evidence, predicted=worth(profile, loader), how=how_known(profile),
+        yield found(RULE, share, loader.slow_place, evidence=evidence, predicted=gain_without_wait(profile, loader), how=how_known(profile),
                     others=[loader.place] if loader.place else [])
 
 

@@ -5,7 +5,7 @@ What:
 Why it matters:
     Something in the loop processes the whole history: a metric over all outputs so far, a list that is
     searched, or a growing graph.
-How to mend it:
+How to fix it:
     Update sums instead of computing over the whole history again.
 Bad:
     answers.append(logits.detach())
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flatout.diagnose.gains import found, said_ms
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, said_ms
 from flatout.measure.statistics import quantile
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord

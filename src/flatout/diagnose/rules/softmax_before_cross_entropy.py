@@ -7,7 +7,7 @@ Why it matters:
     These losses apply the softmax or the sigmoid themselves. Applied twice, the largest probability that 10
     classes can reach is 0.23 instead of 1. The loss cannot fall below 1.46, and gradients are small
     everywhere. The model trains slowly and ends with a worse result.
-How to mend it:
+How to fix it:
     Pass the output of the last linear layer to the loss. Apply the softmax only where you need probabilities.
 Bad:
     import torch
@@ -49,8 +49,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
-from flatout.probe.script import Source
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.probe.values import returns
 
 TWICE = {"CrossEntropyLoss": "softmax", "cross_entropy": "softmax", "BCEWithLogitsLoss": "sigmoid", "binary_cross_entropy_with_logits": "sigmoid",
@@ -58,7 +58,7 @@ TWICE = {"CrossEntropyLoss": "softmax", "cross_entropy": "softmax", "BCEWithLogi
 SHAPES = {"view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "float", "permute", "transpose", "to"}
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, TWICE):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made == {TWICE[name]}:
@@ -66,7 +66,7 @@ def look(program: Program) -> Iterator[Finding]:
                                f"# pass {name} the output of the last linear layer, without the {TWICE[name]}")
 
 
-def losses(program: Program, wanted: dict[str, str]) -> Iterator[tuple[Source, ast.Call, str]]:
+def losses(program: ScriptProgram, wanted: dict[str, str]) -> Iterator[tuple[SourceFile, ast.Call, str]]:
     """Yield every call of one of these losses, as a function or a module, with its name."""
     for source in program.sources:
         for call in source.calls:
@@ -80,7 +80,7 @@ def losses(program: Program, wanted: dict[str, str]) -> Iterator[tuple[Source, a
                     yield source, call, next(iter(kinds))
 
 
-def ends_in(program: Program, source: Source, node: ast.AST, depth: int = 0) -> set[str]:
+def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: int = 0) -> set[str]:
     """Return the names of the last functions that made a tensor (softmax, Linear, ...).
 
     The search follows the program's own modules. "" stands for an unknown function.
@@ -103,7 +103,7 @@ def ends_in(program: Program, source: Source, node: ast.AST, depth: int = 0) -> 
     return {name.lower() if name.lower() in ("softmax", "sigmoid", "logsoftmax") else name for name in found} or {""}
 
 
-def _of_module(program: Program, source: Source, model: ast.AST, depth: int) -> set[str]:
+def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth: int) -> set[str]:
     found: set[str] = set()
     for origin in program.origins(source, model):
         made = origin.node

@@ -7,7 +7,7 @@ Why it matters:
     PyTorch then chooses by the number of dimensions: 0 for one or three, 1 for two and four. If the input
     gains a dimension, the probabilities run over another axis, without an error. PyTorch warns, and plans to
     remove the implicit choice.
-How to mend it:
+How to fix it:
     Set `dim=1` for class scores of a batch, or `dim=-1` for the last dimension.
 Bad:
     import torch
@@ -29,13 +29,13 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 FUNCTIONS = ("torch.nn.functional.softmax", "torch.nn.functional.log_softmax", "torch.nn.functional.softmin")
 MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for names, before in ((FUNCTIONS, 1), (MODULES, 0)):
         for source, call in program.calls(*names):
             if len(call.args) <= before and not any(keyword.arg in ("dim", None) for keyword in call.keywords):

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The optimizer step uses cleared gradients. The gradients that `backward()` computes afterwards are cleared
     again before the next step. The model learns nothing.
-How to mend it:
+How to fix it:
     Use the order `zero_grad`, forward, `backward`, `step`.
 Bad:
     import torch
@@ -35,10 +35,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("step", "scaler_step")
         zeros = loop.of("zero_grad")

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The host stops until the device has finished all work. The device then has nothing queued, and idles while
     the host prepares the next step. Work that should overlap runs sequentially.
-How to mend it:
+How to fix it:
     Remove it. To time a part of the step, use `torch.cuda.Event(enable_timing=True)`, or measure every
     hundredth step.
 Bad:
@@ -37,19 +37,19 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 
 NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize", "torch.cuda.current_stream().synchronize", "torch.mps.synchronize", "torch.xpu.synchronize")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, *NAMES):
         yield RULE.finding(f"`{event.source.code(event.node)}` makes the host wait for the device in every step", event.place,
                            f"# remove {event.source.code(event.node)}, or time every hundredth step")
 
 
-def every_step(program: Program, *dotted: str) -> Iterator[Event]:
+def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
     """Yield the calls of one of these names that run in every pass of a training loop."""
     for loop in program.step_loops:
         for event in loop.of("call"):

@@ -6,7 +6,7 @@ What:
 Why it matters:
     Tensor Cores multiply matrices several times as fast. TF32 keeps the range of float32, and bf16 uses half
     its bytes.
-How to mend it:
+How to fix it:
     Use torch.set_float32_matmul_precision("high") or torch.autocast("cuda", torch.bfloat16). To measure and
     guard the change, run:
     flatout tune --levers tf32,autocast COMMAND...
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 

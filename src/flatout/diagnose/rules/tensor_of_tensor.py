@@ -5,7 +5,7 @@ What:
 Why it matters:
     It copies the values and detaches them from their graph. No gradient flows through the copy. PyTorch warns
     once.
-How to mend it:
+How to fix it:
     Use `x.detach().clone()` for a copy, or `x` itself to keep the gradient.
 Bad:
     import torch
@@ -27,10 +27,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.tensor"):
         if call.args and program.values.kinds(source, call.args[0]) == {"Tensor"}:
             name = source.code(call.args[0])

@@ -6,7 +6,7 @@ What:
 Why it matters:
     Too few threads leave cores idle. Too many wait for each other at the end of every operator, and take
     cores from loader workers.
-How to mend it:
+How to fix it:
     flatout tune --levers threads COMMAND...
 Bad:
     torch.set_num_threads(64)
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import certain_gain, event_of, found, how, measured
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import bound, found, habit, how, measured
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -28,8 +28,8 @@ MUCH = 1.1  # smaller gains vary with the other load of the machine
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     threads, cores = profile.settings.get("threads"), profile.settings.get("cores")
-    gains = [(ratio, name) for name in ("one thread fewer", "one thread more") if (ratio := bound(profile, name)) is not None and ratio.median >= MUCH]
-    _, _, places = habit(profile, "set_threads")
+    gains = [(ratio, name) for name in ("one thread fewer", "one thread more") if (ratio := certain_gain(profile, name)) is not None and ratio.median >= MUCH]
+    _, _, places = event_of(profile, "set_threads")
     if threads and cores and int(threads) > int(cores) and not measured(profile, "one thread fewer"):
         # This is often so slow that there was no time to measure it.
         yield found(RULE, f"torch runs on {threads} threads, but the program may use only {cores} cores", places[0] if places else None)

@@ -5,7 +5,7 @@ What:
 Why it matters:
     The mean and variance of so few values are mostly noise. Training is unstable, and the running statistics
     used in evaluation fit neither.
-How to mend it:
+How to fix it:
     Use torch.nn.GroupNorm(32, channels), a larger micro-batch, or SyncBatchNorm across ranks.
 Bad:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -20,8 +20,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -33,7 +33,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     samples = min(_samples(profile), default=None)
     if not layers or samples is None or samples > FEW:
         return
-    _, _, places = habit(profile, "forward")
+    _, _, places = event_of(profile, "forward")
     yield found(RULE, f"{layers} batch normalisation layers receive {samples} samples at a time", places[0] if places else None)
 
 

@@ -5,7 +5,7 @@ What:
 Why it matters:
     An operator costs the host a few microseconds, however little it computes. A thousand operators on single
     samples do the work of three on the batch.
-How to mend it:
+How to fix it:
     Call the model on the whole batch instead of looping over samples. Use torch.vmap for a function that only
     handles single samples. Or run:
     flatout tune --levers compile,fused_ops COMMAND...
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flatout.diagnose.gains import WORTH, found, said_ms
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import WORTH, found, said_ms
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import Ratio

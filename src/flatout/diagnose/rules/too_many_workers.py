@@ -5,7 +5,7 @@ What:
 Why it matters:
     Workers beyond the number of cores compete with each other and with the program. Each worker also holds
     its own memory and batches.
-How to mend it:
+How to fix it:
     flatout tune --levers loader COMMAND...
 Bad:
     loader = DataLoader(data, batch_size=64, num_workers=64)
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.data_path import crowded, how_known, worth
+from flatout.diagnose.gains import found, of_step, size
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, of_step, size
+from flatout.diagnose.wait_causes import crowded, gain_without_wait, how_known
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
@@ -33,7 +33,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         if loader.worker_bytes:
             evidence.append(f"the workers hold {size(loader.worker_bytes)} of memory")
         yield found(RULE, f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program", loader.place, evidence=evidence,
-                    predicted=worth(profile, loader), how=how_known(profile))
+                    predicted=gain_without_wait(profile, loader), how=how_known(profile))
 
 
 RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__ or "", judge=judge, levers=("loader",))

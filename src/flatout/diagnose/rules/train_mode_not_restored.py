@@ -6,7 +6,7 @@ What:
 Why it matters:
     After the first evaluation, Dropout drops nothing and BatchNorm uses frozen statistics, while the weights
     keep changing. The model overfits or diverges, without an error.
-How to mend it:
+How to fix it:
     Call `model.train()` at the start of every epoch, or directly after the evaluation.
 Bad:
     import torch
@@ -43,17 +43,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.seen import found, habit
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
-from flatout.probe.flow import Event
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 
 DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "InstanceNorm")
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         inside = [*loop.around, *loop.events]
         if any(event.kind == "train" for event in inside):
@@ -65,7 +65,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    f"{name}.train()  # at the start of the pass", others=[loop.source.place(loop.loop.node)])
 
 
-def _is_trained(program: Program, event: Event, training: list[Event]) -> bool:
+def _is_trained(program: ScriptProgram, event: ProgramEvent, training: list[ProgramEvent]) -> bool:
     """Return whether the training loop calls this module with gradients (averaged weights are not)."""
     assert event.subject is not None
     return any(isinstance(call.node, ast.Call) and call.kind == "call" and not any(call.within("torch.no_grad", "torch.inference_mode"))
@@ -79,7 +79,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     concerned = [name for name in modules if name.startswith(DIFFERENT)]
     if not asleep or awake or not concerned:  # with parts frozen on purpose, others are not frozen
         return
-    _, _, places = habit(profile, "forward")
+    _, _, places = event_of(profile, "forward")
     yield found(RULE, f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}", places[0] if places else None)
 
 

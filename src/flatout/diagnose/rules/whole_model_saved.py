@@ -6,7 +6,7 @@ Why it matters:
     The file is a pickle that names your classes and files. If you rename, move or change them, it no longer
     loads. Since torch 2.6, `torch.load` rejects it without `weights_only=False`, which lets a file run any
     code.
-How to mend it:
+How to fix it:
     Use `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model
     created by the code.
 Bad:
@@ -29,15 +29,15 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.save"):
         if call.args and "Module" in (kinds := program.values.kinds(source, call.args[0])) and not kinds & {"dict", "list", "Tensor"}:
-            told = ", ".join([f"{source.code(call.args[0])}.state_dict()", *(source.code(each) for each in [*call.args[1:], *call.keywords])])
+            info = ", ".join([f"{source.code(call.args[0])}.state_dict()", *(source.code(each) for each in [*call.args[1:], *call.keywords])])
             yield RULE.finding(f"`{source.code(call.args[0])}` is saved as an object: the file breaks if you rename a class, and loads only with "
-                               "weights_only=False", source.place(call), f"torch.save({told})")
+                               "weights_only=False", source.place(call), f"torch.save({info})")
 
 
 RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, look=look)

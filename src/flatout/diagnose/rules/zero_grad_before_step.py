@@ -5,7 +5,7 @@ What:
 Why it matters:
     The step finds no gradients (`None`, or zeros), and the model learns nothing from this batch. With
     momentum or weight decay, the parameters still change, so it looks like training.
-How to mend it:
+How to fix it:
     Use the order `zero_grad`, forward, `backward`, `step`.
 Bad:
     import torch
@@ -35,11 +35,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, StepLoop, implies, together
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop, implies, together
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("step", "scaler_step"):
             dropping = _dropping(program, loop, step)
@@ -49,7 +49,7 @@ def look(program: Program) -> Iterator[Finding]:
                                    dropping.place, f"{name}  # before the forward pass, or after the step", others=[step.place])
 
 
-def _dropping(program: Program, loop: StepLoop, step: Event) -> Event | None:
+def _dropping(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> ProgramEvent | None:
     """Return the last zero_grad between a backward pass and a step, or None."""
     found = None
     for event in reversed(loop.events[: loop.events.index(step)]):

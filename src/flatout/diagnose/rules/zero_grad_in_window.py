@@ -6,7 +6,7 @@ What:
 Why it matters:
     When the optimizer steps, only the gradients of the last batch of the window are left. The work of all
     other batches is lost, and the effective batch size is not the one in the script.
-How to mend it:
+How to fix it:
     Clear the gradients where the optimizer steps, directly after `step()`.
 Bad:
     import torch
@@ -39,11 +39,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("step", "scaler_step"):
             for zero in loop.of("zero_grad"):
@@ -57,13 +57,13 @@ def look(program: Program) -> Iterator[Finding]:
                                        others=[step.place])
 
 
-def window(loop: StepLoop, step: Event) -> ast.If | None:
+def window(loop: StepLoop, step: ProgramEvent) -> ast.If | None:
     """Return the ``if`` with a modulo in its test that makes an optimizer step only every few passes."""
     return next((node for node, arm, _ in loop.arms(step) if arm == "body" and isinstance(node, ast.If) and step.loops[-1] is loop.loop
                  and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))), None)
 
 
-def _every_batch(loop: StepLoop, zero: Event, step: Event) -> bool:
+def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool:
     gate = window(loop, step)
     passes = loop.of("backward")
     if gate is not None:

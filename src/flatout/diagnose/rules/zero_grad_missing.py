@@ -6,7 +6,7 @@ Why it matters:
     `backward()` adds to `.grad`. Each step then follows the sum of all gradients since the first one. The
     longer the run, the larger and more outdated the step. The loss can still fall for a while, so the error
     goes unnoticed.
-How to mend it:
+How to fix it:
     Call `optimizer.zero_grad()` once in every training step, before its first `backward()` or after `step()`.
 Bad:
     import torch
@@ -40,11 +40,11 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.flow import Event, StepLoop
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
             name = step.source.code(step.subject) if step.subject is not None else "optimizer"
@@ -52,7 +52,7 @@ def look(program: Program) -> Iterator[Finding]:
                                f"{name}.zero_grad()  # before the forward pass of every cycle")
 
 
-def uncleared(program: Program) -> Iterator[tuple[StepLoop, Event]]:
+def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]:
     """Yield the optimizer steps whose loop never clears the gradients that they use."""
     for loop in program.step_loops:
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
@@ -65,7 +65,7 @@ def uncleared(program: Program) -> Iterator[tuple[StepLoop, Event]]:
                 yield loop, step
 
 
-def handed_over(program: Program, event: Event, step: Event) -> bool:
+def handed_over(program: ScriptProgram, event: ProgramEvent, step: ProgramEvent) -> bool:
     """Return whether a function without visible source gets the optimizer: it may clear the gradients."""
     assert isinstance(event.node, ast.Call)
     if program.functions_called(event.source, event.node) or step.subject is None:
@@ -74,7 +74,7 @@ def handed_over(program: Program, event: Event, step: Event) -> bool:
     return any(program.values.same(event.source, each, step.source, step.subject) for each in handed)
 
 
-def _made_inside(program: Program, loop: StepLoop, step: Event) -> bool:
+def _made_inside(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> bool:
     assert step.subject is not None
     inside = {id(node) for node in ast.walk(loop.loop.node)}
     return any(id(origin.node) in inside for origin in program.origins(step.source, step.subject))

@@ -6,7 +6,7 @@ What:
 Why it matters:
     `backward()` adds to `.grad`. Within an epoch, every step follows the sum of the gradients of all batches
     so far.
-How to mend it:
+How to fix it:
     Move `optimizer.zero_grad()` into the loop that steps.
 Bad:
     import torch
@@ -39,10 +39,10 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_missing import uncleared
 from flatout.plan.findings import Finding, Severity
-from flatout.probe.program import Program
+from flatout.probe.program import ScriptProgram
 
 
-def look(program: Program) -> Iterator[Finding]:
+def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         zeros = [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad" and loop.zeroes(program, event, step) is not False]
         if zeros:

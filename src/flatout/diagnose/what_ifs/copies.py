@@ -8,26 +8,26 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 KEPT = 256  # different copies; further ones, for example moved parameters, are real copies
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.device_type == "cpu":
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if context.device_type == "cpu":
         return Skip("the program trains on the CPU, so no batch is copied to a device")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    tensor_class = scene.torch.Tensor
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    tensor_class = context.torch.Tensor
     kept: dict[tuple[Any, ...], Any] = {}
 
     def answered(really: Any) -> Any:
         def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.device.type != "cpu" or tensor.requires_grad or not scene.torch.is_grad_enabled():
+            if tensor.device.type != "cpu" or tensor.requires_grad or not context.torch.is_grad_enabled():
                 return really(tensor, *args, **kwargs)
             caller = sys._getframe(1)
             key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype, repr(args), repr(sorted(kwargs.items(), key=lambda item: item[0])))

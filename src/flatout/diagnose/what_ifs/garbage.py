@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,)) if gc.isenabled() else Skip("the script has already disabled garbage collection")
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if gc.isenabled():
         gc.disable()
         ledger.call("gc.disable", gc.enable)

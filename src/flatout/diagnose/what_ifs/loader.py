@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_KEPT: WeakKeyDictionary[Any, dict[int, Kept]] = WeakKeyDictionary()  # scene -> data set -> batches, kept across switches
+_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = WeakKeyDictionary()  # scene -> data set -> batches, kept across switches
 
 
-class Kept:
+class CachedBatches:
     """A few batches, returned in rotation as if each were new."""
 
     def __init__(self, dataset: Any) -> None:
@@ -54,23 +54,23 @@ class Kept:
         return _rebuilt(self._batches[at], lambda tensor: tensor)
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.loaders:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.loaders:
         return Skip("the script prepares its batches without a DataLoader")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    iterator_class = scene.torch.utils.data.dataloader._BaseDataLoaderIter
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    iterator_class = context.torch.utils.data.dataloader._BaseDataLoaderIter
     take = iterator_class.__next__
-    kept = _KEPT.setdefault(scene, {})
+    kept = _KEPT.setdefault(context, {})
 
     def next_kept(iterator: Any) -> Any:
-        if scene.asleep or not scene.torch.is_grad_enabled():
+        if context.asleep or not context.torch.is_grad_enabled():
             return take(iterator)
         mine = kept.get(id(iterator._dataset))
         if mine is None:
-            mine = kept[id(iterator._dataset)] = Kept(iterator._dataset)
+            mine = kept[id(iterator._dataset)] = CachedBatches(iterator._dataset)
         if mine.full:
             return mine.give()
         batch = take(iterator)

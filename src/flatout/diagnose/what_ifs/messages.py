@@ -10,9 +10,9 @@ import logging
 import sys
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 # module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (
@@ -24,7 +24,7 @@ WRITERS = (
 )
 
 
-class _Deaf:
+class _DiscardingStream:
     """A stream wrapper that discards writes and passes everything else on."""
 
     def __init__(self, stream: Any) -> None:
@@ -43,14 +43,14 @@ class _Deaf:
         return getattr(self._stream, name)
 
 
-def applies(facts: Facts, scene: Any) -> Options:
+def applies(facts: Facts, context: Any) -> Options:
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
     ledger.set(builtins, "print", lambda *args, **kwargs: None)
     for name in ("stdout", "stderr"):
-        ledger.set(sys, name, _Deaf(getattr(sys, name)))
+        ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     ledger.call("logging.disable", lambda: logging.disable(before))

@@ -1,26 +1,26 @@
-"""What if the parameter update cost nothing? The optimizer's step does nothing (engine/idle.py)."""
+"""What if the parameter update cost nothing? The optimizer's step does nothing (engine/suspended_optimizer.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flatout.engine.idle import idle
+from flatout.engine.suspended_optimizer import suspend_optimizer
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.optimizers:
+def applies(facts: Facts, context: Any) -> Options | Skip:
+    if not context.optimizers:
         return Skip("the script updates its parameters without an optimizer object")
-    if scene.closure_steps and scene.backwards_in_last_step > 1:
+    if context.closure_steps and context.backwards_in_last_step > 1:
         return Skip("the optimizer runs forward and backward several times within one step; there is no step without it")
     return Options((True,))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    for optimizer in scene.optimizers:
-        idle(scene.torch, optimizer, ledger)
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    for optimizer in context.optimizers:
+        suspend_optimizer(context.torch, optimizer, ledger)
     return ledger.restore
 
 

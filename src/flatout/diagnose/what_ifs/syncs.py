@@ -11,34 +11,34 @@ import sys
 from collections import Counter
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 READERS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
 OFTEN = 1000  # times within one step, at one place
 
 
-def applies(facts: Facts, scene: Any) -> Options | Skip:
+def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(("all", "floats"))
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    torch = scene.torch
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    torch = context.torch
     seen: dict[Any, Any] = {}
     asked: Counter[Any] = Counter()
-    step = [scene.steps]
+    step = [context.steps]
 
     def stale(really: Any) -> Any:
         def answer(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tensor.requires_grad and tensor.grad_fn is None:  # a parameter: it is saved or averaged, not read
                 return really(tensor, *args, **kwargs)
-            if scene.device_type != "cpu" and tensor.device.type == "cpu":
+            if context.device_type != "cpu" and tensor.device.type == "cpu":
                 return really(tensor, *args, **kwargs)
             if value == "floats" and not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
                 return really(tensor, *args, **kwargs)
-            if step[0] != scene.steps:
-                step[0] = scene.steps
+            if step[0] != context.steps:
+                step[0] = context.steps
                 asked.clear()
             caller = sys._getframe(1)
             key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype)
@@ -51,7 +51,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
     for name in READERS:
         ledger.set(torch.Tensor, name, stale(getattr(torch.Tensor, name)))
-    if scene.device_type == "cuda":
+    if context.device_type == "cuda":
         for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
             ledger.set(owner, "synchronize", lambda *args, **kwargs: None)
     return ledger.restore

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.words import Effect, Moment
 
 
-def _fewer(facts: Facts, scene: Any) -> Options | Skip:
-    now = scene.torch.get_num_threads()
+def _fewer(facts: Facts, context: Any) -> Options | Skip:
+    now = context.torch.get_num_threads()
     # If there are more threads than cores, try one thread per core.
     return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("the program already uses one thread")
 
 
-def _more(facts: Facts, scene: Any) -> Options | Skip:
-    now = scene.torch.get_num_threads()
+def _more(facts: Facts, context: Any) -> Options | Skip:
+    now = context.torch.get_num_threads()
     return Options((now + 1,)) if now < facts.cores else Skip(f"the program already uses all {facts.cores} cores")
 
 
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    before = scene.torch.get_num_threads()
-    scene.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: scene.torch.set_num_threads(before))
+def apply(context: Any, value: Value, ledger: Any) -> Undo:
+    before = context.torch.get_num_threads()
+    context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
+    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
     return ledger.restore
 
 

@@ -27,19 +27,19 @@ from flatout.kernels.linear_cross_entropy.op import REDUCTIONS, linear_cross_ent
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int}
 COPIES = {aten.clone.default, aten._to_copy.default}
-_alive: weakref.WeakSet[Origin] = weakref.WeakSet()
+_alive: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 
-class Origin:
+class LogitsSource:
     """The source of the values of deferred tensors: a linear layer, or a copy of another deferred tensor."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Deferred, Any] | None = None) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[DeferredLogits, Any] | None = None) -> None:
         self.x, self.weight, self.bias, self.copied = x, weight, bias, copied
         self.versions = self._versions()
         self.kept: tuple[Tensor, Tensor | None] | None = None
         self.values: Tensor | None = None
         self.watched = False
-        self.copies: weakref.WeakSet[Origin] = weakref.WeakSet()
+        self.copies: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
         _alive.add(self)
 
     def _versions(self) -> tuple[int, ...]:
@@ -78,16 +78,16 @@ class Origin:
         return self.values
 
 
-class Deferred(torch.Tensor):
+class DeferredLogits(torch.Tensor):
     """A tensor [..., V] with a shape, a type and a place in the graph, but no values yet."""
 
-    origin: Origin
+    origin: LogitsSource
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # views from the origin's values to this tensor
 
     @staticmethod
-    def __new__(cls: type[Deferred], origin: Origin, steps: Any, like: Tensor) -> Deferred:
+    def __new__(cls: type[DeferredLogits], origin: LogitsSource, steps: Any, like: Tensor) -> DeferredLogits:
         """``like`` has no memory either: a meta tensor with the shape, strides and type."""
-        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)
+        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)
         made.origin, made.steps = origin, steps
         return made
 
@@ -110,7 +110,7 @@ class Deferred(torch.Tensor):
         elif function in WATCHES:
             args[0].origin.watched = True
         elif function in NEEDS_MEMORY:
-            args = tuple(plain(each) if isinstance(each, Deferred) else each for each in args)
+            args = tuple(plain(each) if isinstance(each, DeferredLogits) else each for each in args)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -118,15 +118,15 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, Deferred) and (made := _still_deferred(function, first, args[1:], kwargs)) is not None:
+        if isinstance(first, DeferredLogits) and (made := _still_deferred(function, first, args[1:], kwargs)) is not None:
             return made
         changes = function._schema.is_mutable
-        if changes and isinstance(first, Deferred):
+        if changes and isinstance(first, DeferredLogits):
             for copy in list(first.origin.copies):
                 copy.compute()  # copies from before the change must not see it
-        result = function(*torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, tuple(args)),
-                          **torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, kwargs))
-        return first if changes and isinstance(first, Deferred) and isinstance(result, Tensor) else result
+        result = function(*torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, tuple(args)),
+                          **torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, kwargs))
+        return first if changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor) else result
 
 
 NEEDS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.__array__,
@@ -139,10 +139,10 @@ class _Linear(torch.autograd.Function):
     """The node of the layer in the graph, for gradients that reach the logits other than through the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, origin: Origin) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, origin: LogitsSource) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return Deferred(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
+        return DeferredLogits(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -158,7 +158,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, deferred: Tensor) -> Tensor:
-        assert isinstance(deferred, Deferred)
+        assert isinstance(deferred, DeferredLogits)
         return deferred.compute().clone()
 
     @staticmethod
@@ -177,13 +177,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled(device):
         lower = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
-    result: Tensor = _Linear.apply(x, weight, bias, Origin(x, weight, bias))
+    result: Tensor = _Linear.apply(x, weight, bias, LogitsSource(x, weight, bias))
     return result
 
 
 def plain(deferred: Tensor) -> Tensor:
     """An ordinary tensor with the same values, in the same place of the graph."""
-    if not isinstance(deferred, Deferred):
+    if not isinstance(deferred, DeferredLogits):
         return deferred
     if torch.is_grad_enabled() and deferred.requires_grad:
         result: Tensor = _Values.apply(deferred)
@@ -210,7 +210,7 @@ def before_step() -> None:
             origin.kept = kept[key]
 
 
-def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred | None:
+def _still_deferred(function: Any, deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredLogits | None:
     """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
         return None
@@ -223,18 +223,18 @@ def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kw
             return None
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         source = deferred.origin
-        origin = Origin(source.x, source.weight, source.bias, (deferred, lambda values: function(values, *args, **kwargs)))
+        origin = LogitsSource(source.x, source.weight, source.bias, (deferred, lambda values: function(values, *args, **kwargs)))
         source.copies.add(origin)
-        return Deferred(origin, (), function(like, *args, **kwargs))
+        return DeferredLogits(origin, (), function(like, *args, **kwargs))
     made = function(like, *args, **kwargs)
     last = deferred.dim() - 1
     cuts_last = function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last
     if cuts_last or made.dim() == 0 or made.shape[-1] != deferred.shape[-1]:
         return None
-    return Deferred(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
+    return DeferredLogits(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
 
 
-def _rows(deferred: Deferred) -> Tensor:
+def _rows(deferred: DeferredLogits) -> Tensor:
     """x at the rows of this tensor, attached to the graph: the same views on [..., D] instead of [..., V]."""
     copied = deferred.origin.copied
     rows = deferred.origin.x if copied is None else _rows(copied[0])
@@ -253,7 +253,7 @@ def _loss_without_logits(input: Any = None, target: Any = None, weight: Any = No
 
     Takes the parameters of F.cross_entropy.
     """
-    if not isinstance(input, Deferred) or not (torch.is_grad_enabled() and input.requires_grad) or isinstance(target, Deferred):
+    if not isinstance(input, DeferredLogits) or not (torch.is_grad_enabled() and input.requires_grad) or isinstance(target, DeferredLogits):
         return None
     origin = input.origin
     if weight is not None or size_average is not None or reduce is not None or reduction not in REDUCTIONS or input.dim() != 2:

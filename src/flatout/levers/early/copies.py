@@ -20,7 +20,7 @@ MOST_COPIES = 64  # of unread values
 MOST_LOOKS = 256  # reads of the allocator's segments, in total
 
 
-class Copy:
+class HostCopy:
     """One copy.
 
     ``host`` is valid after ``wait`` returns. ``stream`` is the handle of the computing stream.
@@ -38,12 +38,12 @@ class Copy:
             self._mark = None
 
 
-class Copies:
+class HostCopies:
     """Copies by address. ``begin`` takes one-element CUDA values; ``of`` returns a tensor's valid copy."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.held: dict[int, Copy] = {}
+        self.held: dict[int, HostCopy] = {}
         self.segments = Segments(torch)
         self.streams: dict[int, Any] = {}  # handle -> a stream of the script
         self._sides: dict[tuple[int, int], Any] = {}  # device, thread -> the copying stream; an entered stream belongs to one thread
@@ -82,7 +82,7 @@ class Copies:
             mark = side.record_event()
         for (key, tensor), host in zip(values, hosts, strict=True):
             self.held.pop(tensor.data_ptr(), None)  # the newest comes last
-            self.held[tensor.data_ptr()] = Copy(key, tensor, host, stream, mark)
+            self.held[tensor.data_ptr()] = HostCopy(key, tensor, host, stream, mark)
         while len(self.held) > MOST_COPIES:
             self.held.pop(next(iter(self.held)))
 
@@ -95,7 +95,7 @@ class Copies:
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
 
-    def of(self, tensor: Any) -> Copy | None:
+    def of(self, tensor: Any) -> HostCopy | None:
         """The valid copy of this tensor or of one that shares its memory; None if there is none."""
         try:
             address = tensor.data_ptr()

@@ -20,7 +20,7 @@ from functools import wraps
 from types import CodeType, FrameType
 from typing import Any
 
-from flatout.levers.early.copies import Copies, Copy
+from flatout.levers.early.copies import HostCopies, HostCopy
 from flatout.levers.early.names import HOME, Name, named, script_frames, tensors
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
@@ -33,23 +33,23 @@ Key = tuple[str, Any]  # the moment, and the place: a Name, or a backward pass a
 
 
 @dataclass
-class Wanted:
+class ReadValue:
     """A value that the script reads."""
 
     reads: int = 0
     unread: int = 0  # copies since the last read
 
 
-class Early:
+class EarlyValueCopier:
     """What is known of one program.
 
     ``install`` activates it until the ledger is restored, any number of times.
     """
 
-    def __init__(self, scene: Any) -> None:
-        self.torch, self._scene = scene.torch, weakref.ref(scene)
-        self.copies = Copies(scene.torch)
-        self.wanted: dict[Key, Wanted] = {}
+    def __init__(self, context: Any) -> None:
+        self.torch, self._context = context.torch, weakref.ref(context)
+        self.copies = HostCopies(context.torch)
+        self.wanted: dict[Key, ReadValue] = {}
         self._seen: dict[int, tuple[weakref.ref[Any], Key]] = {}  # address -> a value seen at a moment
         self._until: int | None = None  # the step in which learning ends
         self._passes = 0
@@ -58,13 +58,13 @@ class Early:
 
     # -- moments ---------------------------------------------------------------------------------------------
 
-    def install(self, scene: Any, ledger: Any) -> None:
+    def install(self, context: Any, ledger: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         torch = self.torch
         ledger.call("values on their way", self._forget)
-        ledger.set(torch.autograd, "backward", self._before_backward(torch.autograd.backward, scene))
-        update = register_optimizer_step_pre_hook(lambda *_: self._moment(UPDATE, scene, sys._getframe(1), ()))
+        ledger.set(torch.autograd, "backward", self._before_backward(torch.autograd.backward, context))
+        update = register_optimizer_step_pre_hook(lambda *_: self._moment(UPDATE, context, sys._getframe(1), ()))
         ledger.call("optimizer step hook", update.remove)
         for name in READS:
             ledger.set(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
@@ -84,49 +84,49 @@ class Early:
         self._seen.clear()
         self._owed.clear()
 
-    def _before_backward(self, really: Callable, scene: Any) -> Callable:
+    def _before_backward(self, really: Callable, context: Any) -> Callable:
         @wraps(really)
         def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
             given = (roots,) if isinstance(roots, self.torch.Tensor) else roots if isinstance(roots, (list, tuple)) else ()
-            self._moment(BACKWARD, scene, sys._getframe(1), given)
+            self._moment(BACKWARD, context, sys._getframe(1), given)
             return really(roots, *args, **kwargs)
 
         return backward
 
-    def _moment(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+    def _moment(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
         """Begin copies of the values that exist now and that the script read in earlier steps."""
         if self._off:
             return
         try:
-            learning = self._learns(moment, scene, roots)
+            learning = self._learns(moment, context, roots)
             if learning:
-                self._note(moment, scene, frame, roots)
+                self._note(moment, context, frame, roots)
             if self.wanted:
-                self._begin(moment, scene, frame, roots)
+                self._begin(moment, context, frame, roots)
         except Exception as error:
             self._leave(f"values are read as before, because of an internal error ({type(error).__name__}: {error})")
 
-    def _learns(self, moment: str, scene: Any, roots: Iterable[Any]) -> bool:
+    def _learns(self, moment: str, context: Any, roots: Iterable[Any]) -> bool:
         self._passes += any(map(self._is_on_a_card, roots))
         if self._until is None:
             return self._passes <= MOST_PASSES
-        if not self.wanted and scene.steps > self._until - LEARNING_STEPS and (moment == UPDATE or not scene.optimizers):
+        if not self.wanted and context.steps > self._until - LEARNING_STEPS and (moment == UPDATE or not context.optimizers):
             self._say("the program reads no value regularly that existed before the backward pass or update that the read waits for")
-        if scene.steps >= self._until or self._passes > MOST_PASSES:
+        if context.steps >= self._until or self._passes > MOST_PASSES:
             self._seen.clear()
             self._off = not self.wanted
             return False
         return True
 
-    def _note(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
-        for key, value in (*self._roots(scene, frame, roots), *self._named(scene, frame)):
+    def _note(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+        for key, value in (*self._roots(context, frame, roots), *self._named(context, frame)):
             address, held = value.data_ptr(), self._seen.get(value.data_ptr())
             if held is None or held[0]() is None:
                 self._seen[address] = weakref.ref(value), (moment, key)
         if self._until is None and self._seen:
-            self._until = scene.steps + LEARNING_STEPS
+            self._until = context.steps + LEARNING_STEPS
 
-    def _roots(self, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def _roots(self, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """The roots of a backward pass, and their values before a GradScaler.
 
         The key is the place in the script that starts the pass.
@@ -134,22 +134,22 @@ class Early:
         own = next(script_frames(frame), None)
         place = (own.f_code, own.f_lasti) if own is not None else None
         for at, root in enumerate(roots):
-            for each in (root, scene.without_scale(root)):
+            for each in (root, context.without_scale(root)):
                 if self._is_value(each):
                     yield (place, at, each is root), each
 
-    def _named(self, scene: Any, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
+    def _named(self, context: Any, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
         for each in script_frames(frame):
-            yield from tensors(each, scene.variables_of, self._is_value)
+            yield from tensors(each, context.variables_of, self._is_value)
 
-    def _begin(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+    def _begin(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
         names: dict[CodeType, dict[Name, Any]] = {}
         for at, key in list(self.wanted):
             if at == moment and isinstance(key[0], CodeType):
                 names.setdefault(key[0], {})[key] = None
-        there = [*self._roots(scene, frame, roots)] if roots else []
+        there = [*self._roots(context, frame, roots)] if roots else []
         for each in script_frames(frame) if names else ():
-            there += named(each, names, scene.variables_of)
+            there += named(each, names, context.variables_of)
         chosen: dict[int, tuple[Key, Any]] = {}
         for name, value in there:
             wanted = self.wanted.get((moment, name))
@@ -242,9 +242,9 @@ class Early:
             return
         noted = self._seen.get(tensor.data_ptr())
         if noted is not None and (original := noted[0]()) is not None and original.dtype == tensor.dtype:
-            self.wanted.setdefault(noted[1], Wanted())
+            self.wanted.setdefault(noted[1], ReadValue())
 
-    def _is_right(self, tensor: Any, copy: Copy) -> bool:
+    def _is_right(self, tensor: Any, copy: HostCopy) -> bool:
         """Whether the device still holds the copied value.
 
         It uses torch's own methods, so hooks that record the script's reads do not record this one.
@@ -293,10 +293,10 @@ class Early:
         self._say(why)
 
     def _say(self, why: str) -> None:
-        scene = self._scene()
-        if not self._said and scene is not None:
+        context = self._context()
+        if not self._said and context is not None:
             self._said = True
-            scene.report("early_values", why)
+            context.report("early_values", why)
 
 
 def _names_the_host(args: tuple, kwargs: dict) -> bool:

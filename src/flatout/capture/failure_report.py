@@ -1,0 +1,97 @@
+"""Start-up failure reports: a rank reports its failure to the launcher when the exception reaches the top.
+
+The end of a process does not show which rank failed first. Ending takes long, and meanwhile other ranks fail
+because this rank no longer answers.
+
+The launch has a folder, named by FLATOUT_LAUNCH. The rank writes to an event FIFO in it, which the launcher
+reads. Lines arrive in the order in which ranks write them, so no clock is needed. The rank stores its report,
+`rank<k>.failed`, by atomic rename:
+
+    failing <rank> <pid>           an exception has reached the top; the report is being written
+    failing <rank> <pid> first     the same, from the first rank (the explained and the named rank must be the same)
+    words   <rank> <pid>           the report is complete
+    leaving <rank> <pid>           the script has ended, for any reason, and its objects are being destroyed
+
+Like the crash report, this file is read at the start of a script and imports nothing that is not loaded
+already.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+EVENT_FIFO, CLAIM = "event_fifo", "claim"
+FAILING, WORDS, LEAVING, FIRST = "failing", "words", "leaving", "first"
+MOST_CHARACTERS = 100_000  # of a traceback
+
+
+class FailureReporter:
+    """Reports of this process.
+
+    It *is* the rank if the launcher is its parent; a rank may start processes of its own.
+    """
+
+    def __init__(self, local_launcher: str, rank: str, launcher: str) -> None:
+        self.local_launcher, self.rank = local_launcher, rank
+        self.is_rank = launcher == str(os.getppid())
+
+    def observe(self, error: BaseException) -> bool:
+        """Report an exception that ends this process; return whether it is the first and may be explained."""
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self._ring(FAILING)
+                # writing imports code that calls eval(); CPython then exits with 1, not by SIGINT
+                # (run_eval_code_obj)
+                return False
+            first = self.is_rank and self._claim()
+            self._ring(FAILING, FIRST if first else "")
+            self._write(error)
+            self._ring(WORDS)
+        except Exception:
+            return False  # the launch is over, or its disk full: the exit time must do
+        return first or not self.is_rank
+
+    def leave(self) -> None:
+        """Report that this process ends."""
+        try:
+            self._ring(LEAVING)
+        except OSError:
+            pass
+
+    def _ring(self, word: str, more: str = "") -> None:
+        # never blocks: without a launcher it raises
+        event_fifo = os.open(os.path.join(self.local_launcher, EVENT_FIFO), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            # less than PIPE_BUF: lines of ranks do not mix
+            os.write(event_fifo, f"{word} {self.rank} {os.getpid()} {more}\n".encode())
+        finally:
+            os.close(event_fifo)
+
+    def _claim(self) -> bool:
+        try:
+            os.close(os.open(os.path.join(self.local_launcher, CLAIM), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, error: BaseException) -> None:
+        import json
+        import traceback
+
+        said = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        words = {"rank": self.rank, "host": os.uname().nodename, "pid": os.getpid(), "traceback": said[-MOST_CHARACTERS:]}
+        path = os.path.join(self.local_launcher, f"rank{self.rank}.failed")
+        beside = f"{path}.{os.getpid()}"
+        with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8", errors="replace") as out:
+            json.dump(words, out)
+        os.replace(beside, path)
+
+
+def of_this_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:
+    """Return the reporter; None if no flatout launcher waits for reports."""
+    local_launcher, rank = environment.get("FLATOUT_LAUNCH"), environment.get("FLATOUT_RANK", "")
+    return FailureReporter(local_launcher, rank, environment.get("FLATOUT_LAUNCHER", "")) if local_launcher and rank.isdigit() else None

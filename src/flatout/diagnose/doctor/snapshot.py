@@ -1,0 +1,74 @@
+"""Takes the machine snapshot. All access to the machine is here; the checks only read the snapshot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from flatout import __version__
+from flatout.launch.timed_commands import TimedCommand
+from flatout.measure.clock import seconds, today
+from flatout.plan.folder import json_lines
+from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.probe.snapshot import gather
+
+TORCH_LIMIT_S = 60.0  # a first import from a network folder takes this long, from a local disk two seconds
+PROGRAM_LIMIT_S = 10.0  # without persistence mode, nvidia-smi has to load the driver first
+TORCH = "import torch"
+UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
+PROGRAMS = {
+    "nvidia-smi": ("nvidia-smi", "-q", "-x"),
+    "nvidia-smi capability": ("nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"),
+    "nvidia-smi topology": ("nvidia-smi", "topo", "-m"),
+    "c++": ("g++", "--version"),
+    "nvcc": ("nvcc", "--version"),
+}
+
+
+class SnapshotTaker:
+    """Examines this machine. A child begins to import torch at once; leaving the context ends every child."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-doctor-")
+        self._written = Path(self._folder.name) / "torch.jsonl"
+        # -m puts the working folder first on the path, as for a script, so files that hide torch there are
+        # found.
+        self._torch = TimedCommand([sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)])
+        self._programs = {name: TimedCommand(command) for name, command in _programs().items()}
+
+    def __enter__(self) -> SnapshotTaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for asked in (*self._programs.values(), self._torch):
+            asked.end()
+        self._folder.cleanup()
+
+    def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> MachineSnapshot:
+        """Reads files below the root, then waits for the programs and the torch import up to their limits."""
+        snapshot = gather(MachineSnapshot(flatout=__version__, created=today()), self._root)
+        until = seconds() + PROGRAM_LIMIT_S
+        snapshot.runs = {name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()}
+        snapshot.runs[TORCH] = self._torch.answer(torch_limit_s)
+        snapshot.torch = {str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record}
+        return snapshot
+
+
+def _switches() -> list[str]:
+    """The interpreter switches that affect where packages are found: the child gets the same ones."""
+    given = (("-S", sys.flags.no_site), ("-s", sys.flags.no_user_site), ("-E", sys.flags.ignore_environment))
+    return [switch for switch, on in given if on]
+
+
+def _programs() -> dict[str, tuple[str, ...]]:
+    """The programs to run. CXX is the compiler that torch.compile calls."""
+    programs, compiler = dict(PROGRAMS), os.environ.get("CXX", "").strip()
+    if compiler:
+        programs["c++"] = (compiler, "--version")
+    if shutil.which("nvidia-smi") is None and os.path.isfile(UNDER_WSL):
+        programs |= {name: (UNDER_WSL, *command[1:]) for name, command in PROGRAMS.items() if command[0] == "nvidia-smi"}
+    return programs

@@ -1,0 +1,86 @@
+"""A tensor is created on the CPU and then moved.
+
+What:
+    `torch.zeros(...).to(device)`, `torch.randn(...).cuda()` or similar is in the training loop or in
+    `forward`.
+Why it matters:
+    The host fills the tensor, then waits while it is copied over the bus from pageable memory. The device can
+    create the tensor itself in microseconds, without a wait.
+How to fix it:
+    Use `torch.zeros(..., device=device)`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        x = torch.randn(8, 4).cuda()  # <-
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        x = torch.randn(8, 4, device="cuda")
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#create-tensors-directly-on-the-target-device
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+
+MAKERS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "randperm", "normal"}
+
+
+def look(program: ScriptProgram) -> Iterator[Finding]:
+    seen = set()
+    for source, call in _often(program):
+        if id(call) in seen or not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
+            continue
+        seen.add(id(call))
+        made = call.func.value
+        if not isinstance(made, ast.Call) or not source.dotted(made.func).startswith("torch.") or source.dotted(made.func).rpartition(".")[2] not in MAKERS:
+            continue
+        where = _device(source, call)
+        if where and not any(keyword.arg in ("device", None) for keyword in made.keywords):
+            yield RULE.finding(f"`{source.code(made)}` is created on the CPU in every step and then copied", source.place(call),
+                               f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})")
+
+
+def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call]]:
+    """Yield the calls of every step: in training loops and in forward."""
+    for loop in program.step_loops:
+        for event in loop.events:
+            if isinstance(event.node, ast.Call):
+                yield event.source, event.node
+    for source, klass in program.modules_defined():
+        for method in klass.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                yield from ((source, node) for node in ast.walk(method) if isinstance(node, ast.Call))
+
+
+def _device(source: SourceFile, call: ast.Call) -> str:
+    """Return the device as code if the call names only a device."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+        return source.code(call.args[0]) if call.args else '"cuda"'
+    given = call.args[0] if len(call.args) == 1 else next((k.value for k in call.keywords if k.arg == "device"), None)
+    if given is None or source.dotted(given).startswith("torch.") or (isinstance(given, ast.Constant) and given.value == "cpu"):
+        return ""
+    shown = source.code(given)
+    return shown if isinstance(given, ast.Constant) or "device" in shown or "cuda" in shown or shown.endswith(("gpu", "rank")) else ""
+
+
+RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look)

@@ -1,0 +1,73 @@
+"""Assigns a wait for data to one of the data rules, so that one problem gives one finding."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured
+from flatout.plan.profile import LoaderSeen, ProfileRecord
+from flatout.plan.records import Ratio
+
+CROWD = 2  # workers per core: more of them only compete for cores
+MOST_OF_IT = 0.5
+LEAST = 1.1  # every loader costs a little; below this the data set is not to blame
+
+
+class WaitCause(Enum):
+    """Causes from the narrowest to the widest: a wait gets the first that applies."""
+
+    REMADE = "remade"
+    RESTARTED = "restarted"
+    CROWDED = "crowded"
+    SLOW_FETCH = "slow fetch"
+    WAIT = "wait"
+
+
+def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
+    """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
+    if gain_without_wait(profile, loader) is None:
+        return None
+    if loader.made >= OFTEN and loader.begun <= loader.made + 1:
+        return WaitCause.REMADE
+    if crowded(profile, loader):
+        return WaitCause.CROWDED
+    if loader.workers and not loader.persistent_workers and loader.begun >= OFTEN and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms:
+        return WaitCause.RESTARTED
+    if loader.slow_place is not None and (loader.slow_share or 0) > 0.2:
+        return WaitCause.SLOW_FETCH
+    return WaitCause.WAIT
+
+
+def crowded(profile: ProfileRecord, loader: LoaderSeen) -> bool:
+    cores = int(profile.settings.get("cores") or 0)
+    return bool(cores and loader.workers > max(CROWD * cores, 4))
+
+
+def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
+    """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
+    return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
+
+
+def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
+    """The speed-up without this loader's wait, or None if the wait is negligible.
+
+    The what-if gives the speed-up if this loader causes most of the wait; otherwise its own wait time does.
+    Workers also take cores from the model. If that is a loader's only cost, nothing waits for it and a
+    shorter wait would not help.
+    """
+    total = sum(each.wait_ms for each in profile.loaders)
+    mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
+    if not profile.step_ms or not loader.wait_ms:
+        return None
+    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
+    alone = profile.step_ms / max(profile.step_ms - waited, 0.05 * profile.step_ms)
+    if alone < LEAST:
+        return None
+    ratio = certain_gain(profile, "loader")
+    if ratio is not None:
+        return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
+    return None if measured(profile, "loader") else Ratio(alone, alone, alone, max(1, profile.steps))
+
+
+def how_known(profile: ProfileRecord) -> str:
+    return how("loader") if certain_gain(profile, "loader") else TIMED.replace("these calls", "the wait for data")

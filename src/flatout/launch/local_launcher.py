@@ -1,0 +1,167 @@
+"""The local launcher: start, monitor and end N ranks of one program on this machine.
+
+Also a program: ``python -m flatout.launch.local_launcher --procs N -- COMMAND``. Rank 0 has the terminal. The other
+ranks get no input, and their output is logged. The ranks rendezvous at a file in the launch's private folder,
+so no port is opened. When a rank fails, the others are asked to exit, the rest is killed, and the launch
+returns the exit code of the rank that failed first. This module imports no torch. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from flatout.launch.command import Command, understand
+from flatout.launch.environment import QUIET, with_crash_reports
+from flatout.launch.event_fifo import EventFifo
+from flatout.launch.failure import exit_code, first_of, headline, shown
+from flatout.launch.launcher_signals import LauncherSignals, exit_by_signal, in_foreground
+from flatout.launch.rank import Rank
+from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.rank_variables import cores_here, cuda_devices, one_each, rank_environment
+from flatout.launch.reaper import Reaper, end_members
+from flatout.plan.errors import FlatoutError, StorageError, UsageError
+
+OUTPUT_S = 1.0  # for output still in the pipes
+
+
+def tell(sentence: str) -> None:
+    """Print a line to standard error."""
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+
+
+class LocalLauncher:
+    """A launch of several ranks on this machine.
+
+    ``devices`` has one CUDA device per rank, or is None. ``cores`` are shared between the ranks, unless a
+    number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``ended_by`` is the
+    signal by which the user ended the launch; None if there is none.
+    """
+
+    def __init__(self, command: Command, procs: int, environment: Mapping[str, str], devices: Sequence[str] | None = None, cores: int | None = None,
+                 say: Callable[[str], None] = tell) -> None:
+        """Raises UsageError if the launch is impossible."""
+        if procs < 1:
+            raise UsageError(f"a program needs at least one rank, not {procs}: `--procs 2`.")
+        if not hasattr(select, "epoll"):
+            raise UsageError(f"several ranks are supported on Linux only, and this is {sys.platform}. Remove --procs to run one process.")
+        self.command, self.procs, self.say = command, procs, say
+        self.devices = None if devices is None else one_each(devices, procs)
+        self.environment, self.cores = with_crash_reports(environment), cores_here() if cores is None else cores
+        self.ranks: list[Rank] = []
+        self.failed: int | None = None
+        self.ended_by: int | None = None
+
+    def run(self) -> int:
+        """Run until the last rank has exited. Return 0, or the exit code as in a shell.
+
+        Raises ProgramNotFound, StorageError. Call it from the main thread: the kernel kills the ranks when
+        the thread that started them ends.
+        """
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="flatout-gang-"))
+            self._event_fifo = EventFifo(self.folder)
+        except OSError as error:
+            raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
+        with LauncherSignals() as signals:
+            reaper = Reaper(str(self.folder))
+            whole = False
+            try:
+                shares_group = in_foreground()
+                self._start(signals, own_groups=not shares_group)
+                watch = RankMonitor(self.ranks, self.folder, self._event_fifo, signals, shares_group, self.say)
+                watch.until_the_end()
+                code = self._verdict(watch)
+                whole = True
+                return code
+            finally:
+                if not whole:
+                    end_members(str(self.folder))
+                self._event_fifo.close()
+                for rank in self.ranks:
+                    rank.close()
+                reaper.dismiss()
+                if self.failed is None:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
+        for number in range(self.procs):
+            self.ranks.append(Rank(number, self.command.argv, self._environment_of(number), own_groups, signals.give_back))
+        for rank in self.ranks:
+            rank.keep(self.folder)
+
+    def _environment_of(self, number: int) -> dict[str, str]:
+        device = None if self.devices is None else self.devices[number]
+        own = rank_environment(self.environment, rank=number, local_rank=number, world=self.procs, local_world=self.procs, cores=self.cores,
+                               meeting=f"file://{self.folder}/meeting", local_launcher=str(self.folder), device=device)
+        quiet = QUIET if number else {}  # one process reports to an experiment tracker
+        return {**own, **quiet, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_CRASH_REPORTS": str(self.folder / "info"), "FLATOUT_FIRST": ""}
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _verdict(self, watch: RankMonitor) -> int:
+        codes = [-signal.SIGKILL if rank.process.returncode is None else rank.process.returncode for rank in self.ranks]
+        if not any(codes):
+            return 0
+        end_members(str(self.folder))
+        if watch.asked is not None:
+            code = exit_code(next(code for code in codes if code))
+            self.ended_by = watch.asked if code == 128 + watch.asked else None
+            return code
+        first = first_of(watch.signs, lambda number: self.ranks[number].lost_another(self.folder))
+        if first is None:  # a rank that was exiting and did not finish
+            first = next(number for number, code in enumerate(codes) if code)
+        self.failed = first
+        traceback = self.ranks[first].traceback(self.folder)
+        code = 1 if self.ranks[first].killed and traceback else codes[first]  # its exception was uncaught, but its exit hung
+        self._report(first, code, traceback)
+        return exit_code(code)
+
+    def _report(self, first: int, code: int, traceback: str) -> None:
+        printed = [rank.printed(OUTPUT_S) for rank in self.ranks]
+        text = shown(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
+        self.say("flatout: " + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text)))
+        if text:
+            self.say(text)
+        if self.procs > 1:
+            self.say(f"flatout: output of the other ranks: {self.folder}/rank*.log")
+
+
+def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
+    """Return the command that starts ``command`` as ranks, for a trial, which runs a single program."""
+    divided = ("--cores", str(cores)) if cores else ()
+    words = (sys.executable, "-m", "flatout.launch.local_launcher", "--gpus" if gpus else "--procs", str(procs), *divided, "--", *command.argv)
+    return Command(command.typed, words, command.script, command.module, command.closed)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flatout.launch.local_launcher", description="Start one program as several ranks on this machine.")
+    count = parser.add_mutually_exclusive_group(required=True)
+    count.add_argument("--procs", type=int, help="number of ranks on the CPU")
+    count.add_argument("--gpus", type=int, help="number of ranks with one CUDA device each")
+    parser.add_argument("--cores", type=int, help="cores to share between the ranks (default: those available to this process)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    given = parser.parse_args(words)
+    procs = given.procs if given.gpus is None else given.gpus
+    try:
+        command = understand(given.command[1:] if given.command[:1] == ["--"] else given.command)
+        local_launcher = LocalLauncher(command, procs, os.environ, None if given.gpus is None else cuda_devices(os.environ, procs), given.cores)
+        code = local_launcher.run()
+    except FlatoutError as error:
+        tell(f"flatout: {error}")
+        return error.exit_code
+    if local_launcher.ended_by is not None:
+        exit_by_signal(local_launcher.ended_by)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,228 @@
+"""The progress of each start of a supervised program, and the decision whether to restart it.
+
+This module is pure: the caller passes the times."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.launch.failure import LOST_ANOTHER, exit_code, signal_name
+
+REPORTS = {"ChildFailedError", "SignalException"}
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (?P<rank>\d+).*?exitcode +: (?P<code>-?\d+)", re.DOTALL)
+FRUITLESS = 3  # restarts without progress
+ALLOCATORS = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
+
+
+@dataclass
+class Attempt:
+    """One start of the program, with times in seconds.
+
+    ``base`` is the step of the checkpoint that it resumed from; ``kept`` is the step of its newest
+    checkpoint."""
+
+    number: int
+    began: float
+    imported: float | None = None
+    stepped: float | None = None
+    saved: float | None = None
+    ended: float | None = None
+    steps: int = 0
+    saves: int = 0
+    base: int = 0
+    kept: int = 0
+
+    @property
+    def reached(self) -> int:
+        return self.base + self.steps
+
+    def kept_s(self, well: bool) -> float:
+        """Return the useful time: from the first step to the newest checkpoint, or to a successful end."""
+        until = self.ended if well else self.saved
+        return max(0.0, until - self.stepped) if until is not None and self.stepped is not None else 0.0
+
+
+@dataclass
+class Incident:
+    """One line of `incidents.jsonl`, with times in seconds.
+
+    ``detect_s`` is the time from the last sign of life to detection, ``stop_s`` until all processes of the
+    program had ended, ``start_s`` from there until torch is imported again, and ``load_s`` from there to the
+    first step. None means that the program did not get that far."""
+
+    at: str
+    attempt: int
+    kind: str
+    what: str
+    place: str
+    pid: int | None
+    rank: int | None
+    step: int
+    kept: int
+    exit_code: int | None
+    detect_s: float
+    stop_s: float | None = None
+    start_s: float | None = None
+    load_s: float | None = None
+    followed_by: str = ""
+    lines: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        return {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
+
+
+@dataclass
+class RestartHistory:
+    """All starts of the program so far."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    fruitless: int = 0
+    farthest: int = -1  # steps reached, for programs without known checkpoints
+    kept: int = 0
+    _failures: list[tuple[str, str]] = field(default_factory=list)
+
+    def note(self, attempt: Attempt) -> None:
+        """Record a failed attempt, and whether it made progress."""
+        further = attempt.kept > self.kept if any(each.saves for each in self.attempts) else attempt.reached > self.farthest
+        first = len(self.attempts) == 1
+        self.fruitless = 0 if further or first else self.fruitless + 1
+        self.kept, self.farthest = max(self.kept, attempt.kept), max(self.farthest, attempt.reached)
+
+    def again(self, kind: str, place: str) -> bool:
+        """Record a failure, and return whether the last one was of the same kind at the same place."""
+        same = bool(place and self._failures) and self._failures[-1] == (kind, place)
+        self._failures.append((kind, place))
+        return same
+
+    def why_not_again(self, ending: Ending, attempt: Attempt, restarts: int) -> str:
+        """Return why the program is not restarted, without a full stop; "" if it is restarted."""
+        made = attempt.number - 1
+        trained = any(each.steps for each in self.attempts)
+        if ending.kind == "exit" and not trained:
+            return "it failed before its first step and would fail again"
+        if ending.kind == "unheard":
+            return "its output is closed, so it would fail again as soon as it prints"
+        if ending.kind == "memory" and not attempt.saves:
+            return f"the next start would run out of memory at the same place. {ending.advice}"
+        if made >= restarts:
+            return f"that was restart {made} of {restarts} (--restarts)" if restarts else "no restarts are allowed (--restarts 0)"
+        if self.fruitless >= FRUITLESS:
+            return (f"{self.fruitless} restarts in a row made no progress beyond step {max(self.kept, self.farthest)}. "
+                    "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint")
+        return ""
+
+    def goodput(self, now: float, well: bool) -> float:
+        """Return the share of the time spent on steps that were kept."""
+        if not self.attempts:
+            return 0.0
+        last = self.attempts[-1]
+        good = sum(each.kept_s(well and each is last) for each in self.attempts)
+        return good / max(now - self.attempts[0].began, 1e-9)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start ended.
+
+    ``kind`` is "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` is the exit
+    code as in a shell; ``what`` is a sentence without its full stop; ``place`` is the location in the
+    program."""
+
+    kind: str
+    code: int
+    what: str
+    place: str = ""
+    advice: str = ""
+
+
+def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int) -> Ending:
+    """Return the ending of a program that flatout did not end.
+
+    ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
+    metadata = failures[0] if failures else {}
+    said, kinds = str(metadata.get("said", "")), metadata.get("kinds", [])
+    place = _place(metadata)
+    after = f"after step {step}" if step else "before its first step"
+    if killed_by_kernel:
+        return Ending("memory", exit_code(code), f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory ran out", place,
+                      "Use a smaller batch, fewer loader workers or a higher limit; `flatout memory COMMAND...` predicts the memory of a step")
+    if code < 0:
+        unknown = "; it may have run out of memory, which cannot be read here" if code == -9 and killed_by_kernel is None else ""
+        return Ending("signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place)
+    if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in said for word in ALLOCATORS):
+        first = said.splitlines()[0][:160] if said else "no message"
+        return Ending("memory", code, f"{title} ran out of memory {after} ({first})", place,
+                      "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that needs less, and `flatout.Loop` repeats such a step in smaller parts")
+    lost = _lost_rank(failures)
+    if lost:
+        return Ending("exit", code, f"{title} failed {after}: {lost}", place)
+    if kinds:
+        first = said.splitlines()[0][:160] if said else ""
+        if kinds[0] == "BrokenPipeError":
+            return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
+        return Ending("exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place)
+    return Ending("exit", code, f"{title} ended with exit code {code} {after}", place)
+
+
+def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
+    if any(str(metadata.get("kinds", [""])[0]) not in REPORTS and not LOST_ANOTHER.search(str(metadata.get("said", ""))) for metadata in failures):
+        return ""
+    root = next((found for metadata in failures if (found := ROOT_CAUSE.search(str(metadata.get("said", ""))))), None)
+    if root is None:
+        return ""
+    code = int(root["code"])
+    return f"rank {root['rank']} was the first to fail, {f'by {signal_name(-code)}' if code < 0 else f'with exit code {code}'}"
+
+
+def _place(metadata: Mapping[str, Any]) -> str:
+    places = [(str(file), line) for file, line in metadata.get("places", [])]
+    own = [(file, line) for file, line in places if "-packages/" not in file and "/flatout/" not in file and "/lib/python" not in file]
+    file, line = (own or places or [("", 0)])[-1]
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}" if file else ""
+
+
+def failures_in(folder: str) -> list[dict[str, Any]]:
+    """Return the exception reports that the processes wrote.
+
+    Causes come first, then processes that only lost another one, then launchers that report others. Within
+    each group the oldest comes first."""
+    found = []
+    for path in sorted(Path(folder).glob("failed.*"), key=lambda each: each.stat().st_mtime_ns):
+        try:
+            metadata = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(metadata, dict):
+            found.append(metadata)
+    return sorted(found, key=lambda metadata: (bool(REPORTS & set(map(str, metadata.get("kinds", [])))), LOST_ANOTHER.search(str(metadata.get("said", ""))) is not None))
+
+
+def kills_for_memory() -> int | None:
+    """Return the number of OOM kills in our control group; None if it cannot be read."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    candidates = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            candidates += [f"/sys/fs/cgroup{path}/memory.events", f"/sys/fs/cgroup/unified{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+        elif "memory" in controllers.split(","):
+            candidates += [f"/sys/fs/cgroup/memory{path}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
+    for candidate in candidates:
+        try:
+            for line in Path(candidate).read_text(encoding="ascii", errors="replace").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+    return None

@@ -1,0 +1,102 @@
+"""Track memory blocks as they are allocated and freed: bytes in use, and the composition of the peak.
+
+Pure bookkeeping. Time is the number of the event. The kind of a block may become known after its allocation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+CUDA_ROUNDING_BYTES = 512  # kMinBlockSize of torch's caching allocator (c10/core/CachingDeviceAllocator.h)
+TEMPORARY = "temporary"
+
+
+@dataclass(slots=True, eq=False)
+class MemoryBlock:
+    """A memory block. ``died`` is the event that freed it, or None while it lives."""
+
+    size_bytes: int
+    kind: str
+    module: str
+    born: int
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak of bytes in use, by kind, and the activations by module at their own maximum."""
+
+    peak_bytes: int
+    kinds: dict[str, int]
+    by_module: dict[str, int]
+
+
+class MemoryBlockTracker:
+    """Tracks blocks.
+
+    ``rounding_bytes`` is the granularity of the allocator: block sizes are rounded up to a multiple of it.
+    """
+
+    def __init__(self, rounding_bytes: int = 1) -> None:
+        self.rounding_bytes = rounding_bytes
+        self.events = 0
+        self.in_use_bytes = 0
+        self._blocks: list[MemoryBlock] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the search for the peak."""
+        self._blocks = [block for block in self._blocks if block.died is None]
+        self._peak_bytes, self._peak_at = self.in_use_bytes, self.events
+        self._began = self.events
+
+    def take(self, size_bytes: int, kind: str = TEMPORARY, module: str = "") -> MemoryBlock:
+        self.events += 1
+        rounded = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
+        block = MemoryBlock(rounded, kind, module, self.events)
+        self._blocks.append(block)
+        self.in_use_bytes += rounded
+        if self.in_use_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_at = self.in_use_bytes, self.events
+        return block
+
+    def give_back(self, block: MemoryBlock) -> None:
+        if block.died is None:
+            self.events += 1
+            block.died = self.events
+            self.in_use_bytes -= block.size_bytes
+
+    def outlived(self, kind: str, since: int) -> None:
+        """Set the kind of the temporary blocks that were allocated after the event ``since`` and still live.
+        """
+        for block in reversed(self._blocks):
+            if block.born <= since:
+                break
+            if block.died is None and block.kind == TEMPORARY:
+                block.kind = kind
+
+    def peak(self) -> Peak:
+        """Return the peak since ``begin``."""
+        kinds: Counter[str] = Counter()
+        for block in self._living(self._peak_at):
+            kinds[block.kind] += block.size_bytes
+        modules: Counter[str] = Counter()
+        for block in self._living(self._fullest()):
+            if block.kind == "activations":
+                modules[block.module] += block.size_bytes
+        return Peak(self._peak_bytes, {kind: size for kind, size in kinds.items() if size}, {name: size for name, size in modules.most_common() if size})
+
+    def _living(self, event: int) -> list[MemoryBlock]:
+        return [block for block in self._blocks if block.born <= event and (block.died is None or block.died > event)]
+
+    def _fullest(self) -> int:
+        """Return the event after which the most activations live."""
+        changes = [(block.born, block.size_bytes) for block in self._blocks if block.kind == "activations"]
+        changes += [(block.died, -block.size_bytes) for block in self._blocks if block.kind == "activations" and block.died is not None]
+        total, most, event = 0, 0, self._began
+        for at, change in sorted(changes):
+            total += change
+            if at <= self._began or total > most:
+                most, event = total, max(at, self._began)
+        return event

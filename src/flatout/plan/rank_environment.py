@@ -1,0 +1,41 @@
+"""The rank of this process, read from its environment. Does not need torch.
+
+    FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
+    FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/meeting`` (a torch FileStore), or
+                       ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NAMES = {"rank": "FLATOUT_RANK", "local_rank": "FLATOUT_LOCAL_RANK", "world_size": "FLATOUT_WORLD_SIZE", "local_world_size": "FLATOUT_LOCAL_WORLD_SIZE"}
+MEETING = "FLATOUT_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """A rank among ``world_size`` ranks.
+
+    On its machine it is ``local_rank`` among ``local_world_size`` ranks.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    meeting: str
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables that give a process this rank."""
+        return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {MEETING: self.meeting}
+
+
+def standing(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """Return the rank of this process, or None if it is the only one."""
+    found = os.environ if environment is None else environment
+    if MEETING not in found or not all(name in found for name in NAMES.values()):
+        return None
+    return RankEnvironment(**{field: int(found[name]) for field, name in NAMES.items()}, meeting=found[MEETING])

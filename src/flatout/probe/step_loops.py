@@ -1,0 +1,145 @@
+"""Order of events in the source: the loops that train, and the events of one pass.
+
+walk.py creates the events. Each event knows the loops, the arms, the ``with`` blocks and the functions around
+it, through calls as well. That answers "in the same pass, after the backward pass". It does not predict
+whether an arm is taken.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flatout.plan.findings import SourceLocation
+from flatout.probe.names import COMPREHENSIONS
+from flatout.probe.script import SourceFile
+from flatout.probe.values import iterated
+
+if TYPE_CHECKING:
+    from flatout.probe.program import ScriptProgram
+
+
+
+@dataclass(eq=False)
+class LoopVisit:
+    """One visit of a loop. A loop that is reached through two calls has two visits."""
+
+    source: SourceFile
+    node: ast.AST
+    arms: int = 0  # number of arms around it
+
+
+@dataclass(eq=False)
+class ProgramEvent:
+    """One event.
+
+    ``kind`` is one of: backward, step, zero_grad, clip, unscale, scaler_step, scaler_update, scheduler,
+    profiler_step, set_epoch, train, eval, call, assign. ``subject`` is the object it acts on: the loss of a
+    backward pass, the optimizer of a step.
+    """
+
+    kind: str
+    source: SourceFile
+    node: ast.AST
+    subject: ast.expr | None
+    loops: tuple[LoopVisit, ...]
+    arms: tuple[tuple[ast.AST, str, SourceFile], ...]
+    blocks: tuple[tuple[SourceFile, ast.expr], ...]
+    frames: tuple[ast.AST, ...]
+    root: ast.AST
+    scaled: bool = False
+
+    @property
+    def place(self) -> SourceLocation:
+        return self.source.place(self.node)
+
+    def within(self, *dotted: str) -> Iterator[tuple[SourceFile, ast.Call]]:
+        """Yield the ``with`` blocks and decorators around it that call one of these names."""
+        for source, block in self.blocks:
+            call = block if isinstance(block, ast.Call) else None
+            if source.dotted(call.func if call is not None else block) in dotted and call is not None:
+                yield source, call
+
+
+def together(one: ProgramEvent, other: ProgramEvent) -> bool:
+    """Return whether both can happen in one pass: they are not in different arms of one ``if``."""
+    arms = {id(node): arm for node, arm, _ in one.arms}
+    return all(arms.get(id(node), arm) == arm for node, arm, _ in other.arms)
+
+
+def implies(one: ProgramEvent, other: ProgramEvent) -> bool:
+    """Return whether ``other`` happens in every pass in which ``one`` does.
+
+    Then all arms around it are also around ``one``.
+    """
+    arms = {(id(node), arm) for node, arm, _ in one.arms}
+    return all((id(node), arm) in arms for node, arm, _ in other.arms)
+
+
+@dataclass(eq=False)
+class StepLoop:
+    """The innermost loop with a backward pass and an optimizer step, and all events of one pass."""
+
+    loop: LoopVisit
+    outer: tuple[LoopVisit, ...]  # the loops around it
+    events: list[ProgramEvent] = field(default_factory=list)
+    around: list[ProgramEvent] = field(default_factory=list)  # in the outer loops, without the events of this loop
+    apart: list[ProgramEvent] = field(default_factory=list)  # in the same run, outside any loop
+
+    @property
+    def source(self) -> SourceFile:
+        return self.loop.source
+
+    def of(self, *kinds: str) -> list[ProgramEvent]:
+        return [event for event in self.events if event.kind in kinds]
+
+    def zeroes(self, program: ScriptProgram, event: ProgramEvent, step: ProgramEvent) -> bool | None:
+        """Return whether ``event`` clears the gradients that ``step`` uses, or None if that is unknown."""
+        if event.kind != "zero_grad" or event.subject is None or step.subject is None:
+            return None
+        known = program.values.same(event.source, event.subject, step.source, step.subject)
+        if known is not False:
+            return known
+        optimizer = program.values.seems(event.source, event.subject, "Optimizer")
+        return False if optimizer else None  # a module's zero_grad clears the parameters of any optimizer
+
+    def one_optimizer(self, program: ScriptProgram) -> bool:
+        """Return whether all its steps are of one optimizer, as far as known."""
+        steps = [step for step in self.of("step", "scaler_step") if step.subject is not None]
+        return all(program.values.same(steps[0].source, steps[0].subject, step.source, step.subject) for step in steps[1:])  # type: ignore[arg-type]
+
+    def always(self, event: ProgramEvent) -> bool:
+        """Return whether it happens in every pass.
+
+        Then there is no arm and no further loop between this loop and it.
+        """
+        return event.loops[-1:] == (self.loop,) and not self.arms(event)
+
+    def arms(self, event: ProgramEvent) -> list[tuple[ast.AST, str, SourceFile]]:
+        """Return the arms between this loop and the event."""
+        return list(event.arms[self.loop.arms:])
+
+
+def step_loops(events: list[ProgramEvent]) -> list[StepLoop]:
+    """Return every visited loop that trains, in order."""
+    backward = {loop for event in events if event.kind == "backward" for loop in event.loops}
+    found: dict[LoopVisit, StepLoop] = {}
+    for event in events:
+        if event.kind in ("step", "scaler_step"):
+            depth = next((at for at in range(len(event.loops) - 1, -1, -1) if event.loops[at] in backward), None)
+            if depth is not None and event.loops[depth] not in found:
+                found[event.loops[depth]] = StepLoop(event.loops[depth], event.loops[:depth])
+    for step_loop in found.values():
+        step_loop.events = [event for event in events if step_loop.loop in event.loops]
+        step_loop.around = [event for event in events if step_loop.outer[:1] == event.loops[:1] and event.loops and step_loop.loop not in event.loops]
+        step_loop.apart = [event for event in events if event.root is step_loop.events[0].root and not event.loops]
+    return list(found.values())
+
+
+def loops_over(node: ast.AST) -> ast.expr | None:
+    """Return the iterable of a ``for`` or a comprehension, without ``enumerate`` and similar wrappers."""
+    if isinstance(node, (ast.For, ast.AsyncFor)):
+        return iterated(node.iter)
+    return iterated(node.generators[0].iter) if isinstance(node, COMPREHENSIONS) else None

@@ -1,0 +1,193 @@
+"""DTensor interoperation: use sharded weights together with whole tensors.
+
+Examples are an average of weights, a penalty, a product outside any module, or a print. FSDP2's weights are
+DTensors, and torch does not mix those with plain tensors. This module gathers the sharded tensor for the
+operation, on every rank alike (each rank runs the whole script, so all take part). Its gradient, which
+differs between ranks, is averaged and sharded again. In-place operations keep the tensor's kind: a sharded
+weight takes its own part of a whole tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+# Functions that return no tensor. torch 2.14 returns each rank's part of a partial sum, not the sum.
+SPOKEN = ("item", "tolist", "numpy", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__array__", "__format__",
+          "__reduce_ex__", "__repr__")
+IN_PLACE = ("__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # the first sets .data or .grad
+
+
+class DTensorInterop:
+    def __init__(self, torch: Any, world: int, ledger: Any) -> None:
+        from torch.distributed.tensor import DTensor
+
+        self.torch, self.world, self.kind = torch, world, DTensor
+        self.plainly = torch._C.DisableTorchFunctionSubclass
+        tensor = torch.Tensor
+        self.spoken = {getattr(tensor, name) for name in SPOKEN}
+        mixing = self
+
+        def function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return mixing._called(func, args, kwargs or {})
+
+        ledger.set(DTensor, "__torch_function__", classmethod(function))
+        ledger.set(DTensor, "__repr__", lambda tensor, **words: mixing._printed(tensor))
+        self._stand_in = _stand_in_class(torch)
+
+    # -- sharded and whole tensors ---------------------------------------------------------------------------
+
+    def is_divided(self, thing: Any) -> bool:
+        return isinstance(thing, self.kind)
+
+    def whole(self, tensor: Any) -> Any:
+        """The whole tensor on every rank; a Parameter of a Parameter.
+
+        Its gradient is averaged over ranks and sharded.
+        """
+        from torch.distributed.tensor import Partial
+
+        torch = self.torch
+        with self.plainly():
+            if not torch.is_grad_enabled() or not tensor.requires_grad:
+                found = tensor.detach().full_tensor()
+                return torch.nn.Parameter(found, tensor.requires_grad) if getattr(tensor, "_is_param", False) else found
+            found = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+        found.register_hook(lambda gradient: gradient / self.world)
+        return found
+
+    def part_of(self, whole: Any, like: Any) -> Any:
+        """This rank's part of a whole tensor, sharded as ``like``; it keeps no memory of the whole."""
+        with self.plainly(), self.torch.no_grad():
+            made = self.torch.zeros_like(like, dtype=whole.dtype)
+            local = made._local_tensor
+            start = self._start(like)
+            if local.numel():
+                local.copy_(whole.detach().narrow(0, start, local.shape[0]))
+            return made
+
+    def _start(self, like: Any) -> int:
+        """The first row of this rank's part: FSDP2 splits rows as torch.chunk does."""
+        mesh = like.device_mesh
+        dim = mesh.ndim - 1
+        rows, ranks = like.shape[0], mesh.size(dim)
+        return min(rows, -(-rows // ranks) * mesh.get_local_rank(dim))
+
+    def stand_in(self, whole: Any, divided: Any) -> None:
+        """Empty a weight that may still be referenced, and make it a stand-in for the sharded one."""
+        whole.data = whole.data.new_empty(0)
+        vars(whole).clear()
+        vars(whole)["divided"] = divided
+        whole.__class__ = self._stand_in
+
+    # -- calls with a sharded tensor among their arguments ---------------------------------------------------
+
+    def _called(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in self.spoken:
+            with self.torch.no_grad():
+                return func(self.whole(args[0]), *args[1:], **kwargs)
+        if func is self.torch.Tensor.__deepcopy__:
+            return self._copied(*args)
+        if func is self.torch.Tensor.__setitem__ and self.is_divided(args[0]):
+            return self._entries_set(*args)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute
+            with self.plainly():
+                return func(*args)
+        if name.startswith(("_foreach_", "_amp_foreach_")):
+            return self._each(func, args, kwargs)
+        return self._one(func, name, args, kwargs)
+
+    def _one(self, func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        mixed, in_place = self._mixed(args, kwargs), name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if in_place and mixed and args and self.is_divided(args[0]):
+            like = args[0]
+            args, kwargs = self._replaced(args, kwargs, lambda t: self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t)
+            mixed = False
+        if not mixed:
+            try:
+                with self.plainly():
+                    return func(*args, **kwargs)
+            except self.torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError):  # unsupported on shards (a view across them), on every rank alike
+                if in_place:
+                    raise
+        args, kwargs = self._replaced(args, kwargs, lambda t: self.whole(t) if self.is_divided(t) else t)
+        with self.plainly():
+            return func(*args, **kwargs)
+
+    def _each(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Handle lists of tensors of which some are sharded.
+
+        The function is called separately for the two kinds.
+        """
+        first = args[0]
+        answers: dict[int, Any] = {}
+        for divided in (True, False):
+            at = [number for number, each in enumerate(first) if self.is_divided(each) is divided]
+            if not at:
+                continue
+            mine = [self._at(arg, at, len(first)) for arg in args]
+            words = {name: self._at(arg, at, len(first)) for name, arg in kwargs.items()}
+            if divided:
+                mine[1:] = [[self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t for t, like in zip(arg, mine[0], strict=True)]
+                            if isinstance(arg, list) else arg for arg in mine[1:]]
+            else:
+                mine = [[self.whole(t) if self.is_divided(t) else t for t in arg] if isinstance(arg, list) else arg for arg in mine]
+            with self.plainly():
+                made = func(*mine, **words)
+            answers.update(zip(at, made, strict=True) if made is not None else ())
+        return [answers[number] for number in range(len(first))] if answers else None
+
+    @staticmethod
+    def _at(arg: Any, at: list[int], length: int) -> Any:
+        return [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
+
+    def _stays_plain(self, thing: Any) -> bool:
+        """A tensor that is not sharded and not a mere number."""
+        return isinstance(thing, self.torch.Tensor) and not self.is_divided(thing) and (thing.dim() > 0 or thing.requires_grad)
+
+    def _mixed(self, args: Any, kwargs: Any) -> bool:
+        from torch.utils._pytree import tree_leaves
+
+        return any(map(self._stays_plain, tree_leaves((args, kwargs))))
+
+    def _replaced(self, args: Any, kwargs: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
+
+    def _printed(self, tensor: Any) -> str:
+        with self.torch.no_grad():
+            return repr(self.whole(tensor))
+
+    def _copied(self, tensor: Any, memo: dict[int, Any]) -> Any:
+        """``copy.deepcopy`` of a weight returns a whole one."""
+        if id(tensor) not in memo:
+            with self.torch.no_grad():
+                memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
+        return memo[id(tensor)]
+
+    def _entries_set(self, tensor: Any, where: Any, value: Any) -> None:
+        """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
+        with self.torch.no_grad():
+            whole = self.whole(tensor).detach()
+            whole[where] = self.whole(value) if self.is_divided(value) else value
+            with self.plainly():
+                tensor.copy_(self.part_of(whole, tensor))
+
+
+def _stand_in_class(torch: Any) -> type:
+    from torch.utils._pytree import tree_map_only
+
+    class Whole(torch.nn.Parameter):
+        """The former whole weight: remaining references to it delegate to the sharded one."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            args, kwargs = tree_map_only(cls, lambda each: vars(each)["divided"], (tuple(args), kwargs or {}))
+            return func(*args, **kwargs)
+
+    return Whole

@@ -1,0 +1,343 @@
+"""Summary of a session in sentences and rows, shared by the terminal and the report.
+
+Nothing here depends on colours, columns or tags, and nothing here measures. A session that failed or is still
+running gives a shorter summary that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from flatout.plan.enums import Status
+from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, NamedRecord, ProgramFigures, Ratio, SessionRecord, TimeMemoryPoint
+from flatout.render.formatting import (
+    NOTHING,
+    count,
+    drawable,
+    duration,
+    figure,
+    interval,
+    legible,
+    milliseconds,
+    on_device,
+    one_line,
+    per_second,
+    sentence,
+    several,
+    shell,
+    size,
+    times,
+)
+
+
+class SessionOutcome(StrEnum):
+    FASTER = "faster"
+    CHANGED = "changed"  # faster, but the guard rejected the results
+    FITS = "fits"  # the plan fits into the memory limit, the plain program does not
+    UNCHANGED = "unchanged"
+    RUNNING = "running"
+    FAILED = "failed"
+
+
+MAX_DETAILS = 3000
+
+RESULTS = {
+    "same": "same results",
+    "equivalent": "equivalent results",
+    "failed": "but the results changed",
+    "not checked": "results not checked",
+}
+GUARD_WORDS = {
+    "same": "same, bit for bit",
+    "equivalent": "equivalent",
+    "failed": "failed",
+    "not checked": "not checked",
+}
+
+
+def outcome(session: SessionRecord) -> SessionOutcome:
+    if session.status in ("failed", "running"):
+        return SessionOutcome(session.status)
+    if session.speedup is not None and _too_large(session):
+        return SessionOutcome.FITS
+    if not _gain(session):
+        return SessionOutcome.UNCHANGED
+    return SessionOutcome.CHANGED if session.guard.verdict == "failed" else SessionOutcome.FASTER
+
+
+def _too_large(session: SessionRecord) -> bool:
+    """Return whether the plain program exceeds the memory limit."""
+    return bool(session.memory_limit_bytes and session.frontier and session.frontier[0].peak_bytes and not session.frontier[0].fits)
+
+
+def frontier(session: SessionRecord) -> list[TimeMemoryPoint]:
+    """Return the measured points of time and memory, largest memory first."""
+    return sorted((point for point in session.frontier if drawable(point.peak_bytes)), key=lambda point: -(point.peak_bytes or 0))
+
+
+def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | None]:
+    """Return the step time relative to the first point, and the ends of its interval."""
+    ratio = point.ratio
+    median, ends = (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low))) if ratio is not None else (None, (None, None))
+    if not median:
+        return 1.0, None, None
+    low, high = (1 / end if end else None for end in ends)
+    return 1 / median, low, high
+
+
+def frontier_rows(session: SessionRecord) -> list[tuple[str, str, str, str]]:
+    """Return rows of plan, peak memory, step time relative to the first point, and outcome."""
+    rows = []
+    for point in frontier(session):
+        time, low, high = relative_time(point)
+        inside = f" ({interval(low, high)})" if low is not None and high is not None else ""
+        became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
+        rows.append((one_line(point.plan, 120), size(point.peak_bytes), times(time) + inside, became))
+    return rows
+
+
+def _gain(session: SessionRecord) -> float | None:
+    """Return the median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
+    if session.speedup is None:
+        return None
+    median, low = drawable(session.speedup.median), drawable(session.speedup.low)
+    return median if median is not None and median > 1 and (low is None or low >= NOT_SLOWER) else None
+
+
+def headline(session: SessionRecord) -> str:
+    """Return the verdict in a few words: ``1.31 times as fast, same results``."""
+    gain = _gain(session)
+    low = drawable(session.speedup.low) if session.speedup else None
+    likely = "probably " if low is not None and low <= 1 else ""
+    fast = f"{likely}{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+    match outcome(session):
+        case SessionOutcome.FAILED:
+            return "The tuning failed"
+        case SessionOutcome.RUNNING:
+            return f"Still tuning: so far {fast}" if gain else "Still tuning: nothing to report yet"
+        case SessionOutcome.FITS:
+            speed = times(session.speedup.median)[:-1] if session.speedup else NOTHING
+            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+        case SessionOutcome.FASTER | SessionOutcome.CHANGED:
+            return fast[0].upper() + fast[1:]
+        case _:
+            return "No verdict is possible now" if session.undecided else "No faster plan found: run the program as it is"
+
+
+def message(session: SessionRecord) -> str:
+    """Return the tuner's message without a leading headline, or "" if it adds nothing to the headline."""
+    text = sentence(session.message.strip().partition("\n")[0])
+    above = f"{headline(session)}: "
+    text = text[len(above):] if text.lower().startswith(above.lower()) else text
+    text = text[:1].upper() + text[1:]
+    return "" if text.rstrip(".").lower() == headline(session).lower() else text
+
+
+def details(session: SessionRecord) -> str:
+    """Return the rest of the message: the last lines of a failed program's output."""
+    rest = session.message.strip().partition("\n")[2].strip("\n")
+    return legible(rest if len(rest) <= MAX_DETAILS else "… " + rest[2 - MAX_DETAILS :], MAX_DETAILS)
+
+
+@dataclass(frozen=True)
+class BeforeAfterRow:
+    """One row of the before-and-after table. ``spread`` is the interval of ``change``."""
+
+    what: str
+    plain: str
+    tuned: str
+    change: str = ""
+    spread: str = ""
+
+
+def tuned_side(session: SessionRecord) -> ProgramFigures:
+    """Return the figures of the best Plan, or empty figures without a speed-up.
+
+    If no plan was found, the record repeats the plain figures as the best.
+    """
+    return ProgramFigures() if session.speedup is None else session.best
+
+
+def before_after(session: SessionRecord) -> list[BeforeAfterRow]:
+    a, b = session.baseline, tuned_side(session)
+    ratio = session.speedup
+    known = ratio if ratio is not None and drawable(ratio.median) is not None else None
+    change, spread = (times(known.median), spread_of(known.low, known.high, known.n)) if known else ("", "")
+    rows = [BeforeAfterRow(f"time of a {one_line(a.unit or 'step', 24)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
+    rows.append(BeforeAfterRow("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
+    rows.append(BeforeAfterRow("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _percent(a.peak_memory_bytes, b.peak_memory_bytes)))
+    # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
+    plain, tuned = (duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING for side in (a, b))
+    rows.append(BeforeAfterRow("warm-up", plain, tuned))
+    return [row for row in rows if (row.plain, row.tuned) != (NOTHING, NOTHING)]
+
+
+def both_sides(rows: list[BeforeAfterRow]) -> bool:
+    """Return whether any row has a tuned value."""
+    return any(row.tuned != NOTHING for row in rows)
+
+
+def with_interval(ratio: object, low: object, high: object, n: object, dash: str = "–") -> str:
+    """Format a ratio with its interval: ``1.31x (1.28–1.35, n=6)``."""
+    inside = spread_of(low, high, n, dash)
+    return times(ratio) + (f" ({inside})" if inside else "")
+
+
+def spread_of(low: object, high: object, n: object, dash: str = "–") -> str:
+    pairs = f"n={count(n)}" if drawable(n) else ""
+    return ", ".join(part for part in (interval(low, high, dash), pairs) if part)
+
+
+def _percent(before: object, after: object) -> str:
+    a, b = drawable(before), drawable(after)
+    if not a or b is None:
+        return ""
+    change = round(100 * (b - a) / abs(a))
+    return f"{change:+,d} %".replace("-", "−") if change else "unchanged"
+
+
+@dataclass(frozen=True)
+class PhasePart:
+    """One phase of a step: the milliseconds for the chart, and the median with quartiles for the table."""
+
+    phase: str
+    ms: float
+    median_ms: float | None
+    low_ms: float | None
+    high_ms: float | None
+
+
+def parts(side: ProgramFigures) -> list[PhasePart]:
+    """Return the phases in step order. Their chart lengths are shares of the mean step, so they add up."""
+    known = [name for name in PHASES if name in side.phases]
+    step = drawable(side.step_ms)
+    return [part for name in [*known, *[n for n in side.phases if n not in PHASES][:6]] if (part := _part(name, side.phases[name], step))]
+
+
+def _part(name: str, phase: Any, step_ms: float | None) -> PhasePart | None:
+    def read(key: str) -> float | None:
+        return drawable(phase.get(key) if isinstance(phase, Mapping) else getattr(phase, key, None))
+
+    median = drawable(phase) if isinstance(phase, (int, float)) else read("median_ms")
+    share = read("share")
+    ms = share * step_ms if share is not None and step_ms is not None else median
+    return None if ms is None else PhasePart(one_line(name, 40), max(0.0, ms), median, read("low_ms"), read("high_ms"))
+
+
+STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SKIPPED: 2}
+
+
+def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
+    """Return applied, then rejected, then skipped levers, each fastest first."""
+    return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(drawable(r.ratio) or 0.0)))
+
+
+def because(lever: LeverRecord) -> str:
+    """Return the recorded reason. An applied lever without one gets a comment on its ratio."""
+    if lever.reason or lever.status != Status.APPLIED:
+        return one_line(lever.reason)
+    low = drawable(lever.low)
+    return "measured only as part of the plan" if low is None else "faster with the other levers on" if low > 1 else "probably faster with the other levers on"
+
+
+def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
+    """Return rows of finding, predicted speed-up, measured speed-up and lever, largest prediction first."""
+    rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
+    return [(one_line(p.name, 80).replace("_", " "), spelled(p.predicted), spelled(p.measured) if p.measured else "not measured", one_line(p.lever, 80))
+            for p in rows]
+
+
+def spelled(ratio: Ratio) -> str:
+    """Format a ratio: ``1.80x (1.60–2.00)``. An estimate has no interval."""
+    inside = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
+    return times(ratio.median) + inside
+
+
+LAST = 0.1  # final losses are averaged over this share of the steps that both runs have
+
+
+def named_sentence(each: NamedRecord) -> str:
+    """Return the speed of a plan selected by name, and its final loss next to the plain one."""
+    if each.ratio is None or drawable(each.ratio.median) is None:
+        return sentence(f"not measured: {one_line(each.why_not)}")
+    said = f"{with_interval(each.ratio.median, each.ratio.low, each.ratio.high, each.ratio.n)} as fast"
+    steps = min(len(each.plain_losses), len(each.losses))
+    last = max(1, round(LAST * steps))
+    ends = [[value for value in map(drawable, losses[steps - last:steps]) if value is not None] for losses in (each.losses, each.plain_losses)]
+    if not all(ends):
+        return sentence(said)
+    own, plain = (figure(sum(end) / len(end)) for end in ends)
+    return f"{said}; after {several(steps, 'loss')} its loss is {own}, the plain program's is {plain} (mean of the last {count(last)})."
+
+
+def guard_sentence(guard: GuardRecord) -> str:
+    words = GUARD_WORDS.get(guard.verdict, one_line(guard.verdict, 60) or GUARD_WORDS["not checked"])
+    why = one_line(guard.why)
+    return f"{words}: {why}" if why else words
+
+
+def payback_sentence(session: SessionRecord) -> str:
+    """Return the step at which the tuned program overtakes the plain one, with the reason."""
+    if not _gain(session) or session.guard.verdict == "failed":
+        return ""
+    extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
+    before, after = drawable(session.baseline.step_ms), drawable(session.best.step_ms)
+    saved = "" if before is None or after is None or before <= after else f", and each step saves {milliseconds(before - after)}"
+    steps = drawable(session.payback_steps)
+    if steps is None:
+        return "The step is not known."
+    if steps <= 0:
+        return f"From the first step: the plan needs no extra warm-up{saved}."
+    cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "by then the warm-up has paid off"
+    return f"At step {count(steps)}: {cost}."
+
+
+@dataclass(frozen=True)
+class Next:
+    why: str
+    command: str
+
+
+def next_step(session: SessionRecord) -> Next:
+    """Return the next command for the user."""
+    if not session.command:
+        return Next("", "")
+    device = on_device(session.machine)
+    command = shell([*device, *session.command])
+    ranks = session.ranks
+    with_ranks = "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
+    match outcome(session):
+        case SessionOutcome.FASTER | SessionOutcome.FITS:
+            return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
+        case SessionOutcome.RUNNING:
+            return Next("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
+        case SessionOutcome.FAILED:
+            return Next("Fix the error above, then tune again:", f"flatout tune {with_ranks}{command}")
+        case _:
+            return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command)
+
+
+def effort(session: SessionRecord) -> str:
+    """Return ``14 comparisons in 9 min 40 s, of a budget of 10 min 00 s``, or "" before the first."""
+    if not session.comparisons and not drawable(session.spent_s):
+        return ""
+    text = several(len(session.comparisons), "comparison")
+    if drawable(session.spent_s):
+        text += f" in {duration(session.spent_s)}"
+    if drawable(session.budget_s):
+        text += f", of a budget of {duration(session.budget_s)}"
+    return text
+
+
+def other_programs(session: SessionRecord) -> str:
+    """Return a warning if other programs used the machine during the session, else ""."""
+    return f"{one_line(session.disturbance)}; on an idle machine another plan may be the fastest" if session.disturbance else ""
+
+
+def noise(session: SessionRecord) -> str:
+    """Return the noise floor as ``0.99x (0.98–1.01, n=6)``, or ""."""
+    floor = session.noise_floor
+    return "" if floor is None or drawable(floor.median) is None else with_interval(floor.median, floor.low, floor.high, floor.n)

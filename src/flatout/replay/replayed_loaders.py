@@ -1,0 +1,368 @@
+"""Records and replays the DataLoaders of a script.
+
+While recording, an iterator logs which samples it requests, and each new shape of its batches. During a
+replay its sampler runs for real, and its batches are fake tensors of those shapes: no sample is loaded and no
+worker starts. At the resume point it continues with real batches. Without workers it continues by itself.
+With workers, a new iterator starts workers in the saved state (`flatout.state.worker_state`).
+
+A data set without indices, and batches that hold more than tensors, are loaded again.
+"""
+
+from __future__ import annotations
+
+import numbers
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from flatout.capture.ledger import Ledger
+from flatout.replay.fake_tensors import ReplayTensor
+from flatout.replay.value_log import ValueLog
+from flatout.state.loading import in_place
+from flatout.state.worker_state import BatchWithWorkerState, Find, WorkerStateCollate
+
+BEGAN = 1  # an event; the output of a sampler is a different one
+FETCHED = -1  # instead of a shape: the batch holds more than tensors
+
+
+class ReplayedLoaders:
+    """Hooks the DataLoader iterators.
+
+    ``begins`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
+    """
+
+    def __init__(self, tape: ValueLog, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
+        self.tape, self.ledger, self.begins, self.find = tape, ledger, begins, find
+        self.iterators: list[weakref.ref[Any]] = []
+        self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
+        self.fetches = False  # load batches during a replay, too
+        self.skipped = 0  # batches of this process that the replay did not load
+        self._shapes: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        self._coming: ReplayedIterator | None = None  # the iterator whose real counterpart is being created
+
+    def install(self) -> None:
+        base, many, ledger = _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, self.ledger
+        ledger.set(base, "__init__", self._numbered(base.__init__))
+        ledger.set(base, "_next_index", self._asked(base._next_index))
+        ledger.set(base, "__next__", self._taken(base.__next__))
+        ledger.set(many, "__init__", self._carries(many.__init__))
+        ledger.set(many, "_reset", self._begins_again(many._reset))
+        ledger.set(many, "_next_data", self._unpacked(many._next_data))
+        ledger.set(DataLoader, "_get_iterator", self._chosen(DataLoader._get_iterator))
+        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            ledger.set(kind, "fetch", self._fetched(kind.fetch, kind is fetch._MapDatasetFetcher))
+
+    # -- iterators ------------------------------------------------------------------------------------------
+
+    def _numbered(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def init(iterator: Any, loader: Any) -> None:
+            really(iterator, loader)
+            carrier = vars(iterator).get("flatout_carrier")
+            if carrier is not None:
+                carrier.collate_fn, iterator._collate_fn = iterator._collate_fn, carrier
+            if self._coming is not None:
+                iterator._base_seed = self._coming._base_seed
+            elif tape.observes:
+                tape.event(BEGAN)
+                iterator.flatout_number = len(self.iterators)
+                self.iterators.append(weakref.ref(iterator))
+
+        return init
+
+    def _asked(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def next_index(iterator: Any) -> Any:
+            index = really(iterator)
+            # workers of iterable data sets finish in any order
+            if tape.observes and (iterator._dataset_kind == 0 or not iterator._num_workers):
+                tape.event(_order(index))
+            return index
+
+        return next_index
+
+    def _taken(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def take(iterator: Any) -> Any:
+            if tape.observes:
+                self.begins()
+            return really(iterator)
+
+        return take
+
+    def _fetched(self, really: Callable, by_index: bool) -> Callable:
+        """Wrap the fetch of a process without workers."""
+        tape = self.tape
+
+        @wraps(really)
+        def hooked_fetch(fetcher: Any, index: Any) -> Any:
+            if not tape.observes:
+                return really(fetcher, index)
+            if tape.going and by_index:
+                batch = self._played()
+                if batch is not None and not self.fetches:
+                    self.skipped += 1
+                    return batch
+            with tape.unheard:
+                batch = really(fetcher, index)
+            if by_index and not tape.going:
+                self._note(batch)
+            return batch
+
+        return hooked_fetch
+
+    # -- shapes of batches ----------------------------------------------------------------------------------
+
+    def _note(self, batch: Any) -> int:
+        """Log the number of a batch's shape, and the shape itself when it is new."""
+        metas = _metas_of(batch)
+        number = FETCHED if metas is None else self._numbers.get(metas)
+        if number is None:
+            number = self._numbers[metas] = len(self._numbers)
+            self.tape.put(number, 2)
+            self.tape.put(_info(batch), 3)
+        else:
+            self.tape.put(number, 2)
+        return number
+
+    def _played(self) -> Any:
+        """Return a fake batch; None if the batch must be loaded."""
+        tape = self.tape
+        number = tape.take(2)
+        if number == FETCHED:
+            return None
+        if number == len(self._shapes):
+            metadata = tape.take(3)
+            self._shapes.append(metadata)
+            self._numbers[_metas_of(_made(metadata))] = number
+        return _made(self._shapes[number])
+
+    # -- loader workers -------------------------------------------------------------------------------------
+
+    def _carries(self, really: Callable) -> Callable:
+        """Make workers report their state."""
+        tape = self.tape
+
+        @wraps(really)
+        def init(iterator: Any, loader: Any) -> None:
+            coming = self._coming
+            if (not tape.observes and coming is None) or loader._dataset_kind != 0:
+                really(iterator, loader)
+                return
+            iterator.flatout_given = coming.given if coming is not None else 0
+            iterator.flatout_standing = list(coming.standing) if coming is not None else [None] * loader.num_workers
+            again = coming.again if coming is not None else 0
+            iterator.flatout_carrier = carrier = WorkerStateCollate(None, loader.worker_init_fn, self.find, list(iterator.flatout_standing), again)
+            with in_place(loader, {"worker_init_fn": carrier.begins}):
+                really(iterator, loader)
+
+        return init
+
+    def _begins_again(self, really: Callable) -> Callable:
+        @wraps(really)
+        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter and "flatout_given" in vars(iterator):
+                iterator.flatout_given = 0
+            really(iterator, loader, first_iter)
+
+        return reset
+
+    def _unpacked(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def next_data(iterator: Any) -> Any:
+            data = really(iterator)
+            if type(data) is BatchWithWorkerState:
+                worker = iterator.flatout_given % iterator._num_workers
+                iterator.flatout_given += 1
+                if data.standing is not None:
+                    iterator.flatout_standing[worker] = data.standing
+                data = data.batch
+            if tape.observes and iterator._dataset_kind == 0:
+                if tape.going:
+                    tape.take(2)
+                elif self._note(data) == FETCHED:
+                    self.fetched.add(iterator.flatout_number)
+            return data
+
+        return next_data
+
+    def _chosen(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def get_iterator(loader: Any) -> Any:
+            if not (tape.going and tape.observes) or not loader.num_workers or loader._dataset_kind != 0 or len(self.iterators) in self.fetched:
+                return really(loader)
+            loader.check_worker_number_rationality()
+            return ReplayedIterator(self, loader)
+
+        return get_iterator
+
+    # -- checkpoint and resume point ------------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        """Return the worker states by the number of their iterator; call it between two batches."""
+        found = {}
+        for number, ref in enumerate(self.iterators):
+            iterator = ref()
+            real = iterator.real if type(iterator) is ReplayedIterator else iterator
+            if real is not None and "flatout_given" in vars(real):
+                found[number] = {"given": real.flatout_given, "standing": list(real.flatout_standing)}
+        return {"workers": found, "fetched": sorted(self.fetched)}
+
+    def waiting(self) -> list[Any]:
+        """Return tensors of batches that real workers have finished and the script has not taken yet."""
+        tasks = [task for ref in self.iterators if (iterator := ref()) is not None for task in vars(iterator).get("_task_info", {}).values()]
+        return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
+
+    def go_on(self, place: dict[str, Any]) -> list[str]:
+        """Replace replayed iterators by real ones. Return the reasons for those that cannot be replaced."""
+        said = []
+        for number, ref in enumerate(self.iterators):
+            iterator = ref()
+            if type(iterator) is ReplayedIterator:
+                stood = place["workers"].get(number)
+                if stood is None:
+                    continue  # exhausted, but the script still holds it
+                if stood["given"] != iterator.given:
+                    said.append(f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now")
+                    continue
+                iterator.becomes_real(stood["standing"])
+        return said
+
+
+class ReplayedIterator(_BaseDataLoaderIter):
+    """Iterator of a DataLoader with workers during a replay: its sampler runs as far ahead as usual."""
+
+    def __init__(self, batches: ReplayedLoaders, loader: Any) -> None:
+        self.batches, self.loader = batches, weakref.ref(loader)
+        self.ahead = loader.prefetch_factor * loader.num_workers
+        self.standing: list[Any] = [None] * loader.num_workers
+        self.real: Any = None
+        super().__init__(loader)
+        self._start(loader)
+
+    def _start(self, loader: Any) -> None:
+        super()._reset(loader, True)
+        self.given, self._asked = 0, deque[Any]()
+        self._since_first: deque[Any] = deque(maxlen=loader.num_workers)  # the last batches returned
+        for _ in range(self.ahead):
+            self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self._asked.append(self._next_index())
+        except StopIteration:
+            pass
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Start another epoch of persistent workers."""
+        if self.real is not None:
+            self.real._reset(loader, first_iter)
+        else:
+            self._start(loader)
+
+    def _next_data(self) -> Any:
+        if self.real is not None:
+            return self.real._next_data()
+        if not self._asked:
+            raise StopIteration
+        self._since_first.append(self._asked.popleft())
+        self.given += 1
+        self._ask()
+        return self.batches._played()
+
+    @property
+    def again(self) -> int:
+        """Number of batches to load again, so that each worker continues at its turn."""
+        return self.given % self._num_workers
+
+    def becomes_real(self, standing: list[Any]) -> None:
+        loader = self.loader()
+        assert loader is not None
+        self.standing = standing
+        given = list(self._since_first)
+        left = _Left(chain(given[len(given) - self.again:], self._asked, self._sampler_iter))
+        self.batches._coming = self
+        try:
+            with in_place(loader, {"batch_sampler" if self._auto_collation else "sampler": left}):
+                self.real = _MultiProcessingDataLoaderIter(loader)
+        finally:
+            self.batches._coming = None
+        self.real._index_sampler = self._index_sampler
+        self.real.flatout_given -= self.again
+        for _ in range(self.again):
+            self.real._next_data()
+        self.real.flatout_number = self.flatout_number
+
+
+class _Left:
+    """Sampler over the remaining indices of another one."""
+
+    def __init__(self, indices: Iterable[Any]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+
+def _metas_of(batch: Any) -> Any:
+    """Return the shapes of a batch as a key; None if it holds more than tensors."""
+    kind = type(batch)
+    if kind is torch.Tensor or kind is ReplayTensor:
+        return (batch.shape, batch.stride(), batch.dtype, batch.device) if batch.layout is torch.strided else None
+    if kind is list or kind is tuple:
+        found = (kind, *map(_metas_of, batch))
+    elif kind is dict:
+        found = (kind, *batch, *map(_metas_of, batch.values()))
+    else:
+        return None
+    return None if None in found else found
+
+
+def _info(batch: Any) -> Any:
+    """Describe a batch as JSON: tensors are objects; lists, tuples and dicts name their type."""
+    if isinstance(batch, torch.Tensor):
+        return {"shape": list(batch.shape), "strides": list(batch.stride()), "dtype": str(batch.dtype).removeprefix("torch."), "device": str(batch.device)}
+    if isinstance(batch, dict):
+        return ("dict", *((key, _info(value)) for key, value in batch.items()))
+    return (type(batch).__name__, *map(_info, batch))
+
+
+def _made(metadata: Any) -> Any:
+    if isinstance(metadata, dict):
+        return ReplayTensor((tuple(metadata["shape"]), tuple(metadata["strides"]), getattr(torch, metadata["dtype"]), torch.device(metadata["device"])))
+    kind, *inside = metadata
+    if kind == "dict":
+        return {key: _made(value) for key, value in inside}
+    made = [_made(each) for each in inside]
+    return made if kind == "list" else tuple(made)
+
+
+def _order(index: Any) -> int:
+    """Hash the output of a sampler.
+
+    None and other objects are excluded: their hashes differ between processes.
+    """
+    if isinstance(index, list):
+        kinds = set(map(type, index))
+        return hash(tuple(index)) if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds) else BEGAN
+    return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN

@@ -1,0 +1,355 @@
+"""Hooks the functions of torch and `time` that return values to Python.
+
+While recording, each such value is added to the value log. During a replay it is read from there. Shapes that
+depend on values (`nonzero`, indexing with a mask) are handled the same way.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import threading
+import types
+import zlib
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from flatout.capture.frames import HOME, is_users
+from flatout.capture.ledger import Ledger
+from flatout.capture.masks import observe_masks
+from flatout.replay.fake_tensors import ReplayTensor, dense, whole
+from flatout.replay.reachable_state import users_modules
+from flatout.replay.value_log import LargeValue, ValueLog, encoded
+
+VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero", "equal", "allclose", "__repr__", "__format__",
+          "numpy", "__array__", "__contains__")
+SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
+CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
+          "ctime", "localtime", "gmtime", "asctime")
+# The sample order follows from a seed, which is recorded, or from a generator of the script.
+FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
+datetime: Any = sys.modules["datetime"]  # already imported by torch
+DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
+OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
+
+
+class ValueHooks:
+    """Records and replays values that reach Python.
+
+    ``comes_from`` sets the gradient sources of a fake tensor. ``taken`` is called with what was selected from
+    a real tensor, and with the calling frame.
+    """
+
+    def __init__(self, tape: ValueLog, ledger: Ledger, comes_from: Callable[[Any, Iterable[Any]], Any], taken: Callable[[Any, FrameType], None]) -> None:
+        self.tape, self.ledger, self.comes_from, self.taken = tape, ledger, comes_from, taken
+        self._dates: dict[str, Any] = {}
+        self._observed: types.ModuleType | None = None
+
+    def install(self) -> None:
+        ledger = self.ledger
+        for name in VALUES:
+            ledger.set(torch.Tensor, name, self._value(getattr(torch.Tensor, name)))
+        for name in ("equal", "allclose", "is_nonzero"):
+            ledger.set(torch, name, self._value(getattr(torch, name)))
+        for name in SHAPES:
+            for owner in (torch.Tensor, torch):
+                if hasattr(owner, name):
+                    ledger.set(owner, name, self._shape(getattr(owner, name)))
+        ledger.set(torch, "where", self._places(torch.where))
+        ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
+        observe_masks(torch, ledger, self._masked, self._taken)
+        ledger.set(torch._VF, "_pack_padded_sequence", self._packed(torch._VF._pack_padded_sequence))
+        for name in ("tensor", "as_tensor"):
+            ledger.set(torch, name, self._made_of(getattr(torch, name)))
+        self._install_clocks()
+        for name in OF_DEVICES:
+            ledger.set(torch.cuda, name, RecordedClock(getattr(torch.cuda, name), self.tape))
+        ledger.set(torch.cuda.Event, "elapsed_time", self._value(torch.cuda.Event.elapsed_time))
+
+    def _install_clocks(self) -> None:
+        clocks = sys.modules["time"]
+        known: list[tuple[Any, Any]] = []
+        for name in CLOCKS:
+            if hasattr(clocks, name):
+                known.append((getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.tape)))
+                self.ledger.set(clocks, name, clock)
+        self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
+        known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
+        for module in users_modules():  # names the script imported before torch
+            for name, value in list(vars(module).items()):
+                for really, observed in known:
+                    if value is really:
+                        self.ledger.set(module, name, observed)
+                if value is datetime:
+                    self.ledger.set(module, name, self._calendar())
+        self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
+
+    def _sleeps(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def sleep(seconds: float) -> None:
+            # no need to sleep again
+            if not (tape.going and tape.observes and is_users(sys._getframe(1).f_code.co_filename)):
+                really(seconds)
+
+        return sleep
+
+    def _imports(self, really: Callable) -> Callable:
+        """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
+        @wraps(really)
+        # called often: torch imports in each step
+        def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            found = really(name, globals, locals, fromlist, level)
+            if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
+                return found
+            return self._calendar()
+
+        return imports
+
+    def _dated(self, name: str) -> Any:
+        if name not in self._dates:
+            self._dates[name] = _dated(getattr(datetime, name), DATES[name], self.tape)
+        return self._dates[name]
+
+    def _calendar(self) -> types.ModuleType:
+        """Return `datetime` as the user's own files see it."""
+        if self._observed is None:
+            self._observed = types.ModuleType("datetime")
+            vars(self._observed).update({**vars(datetime), **{name: self._dated(name) for name in DATES}})
+        return self._observed
+
+    # -- wrappers -------------------------------------------------------------------------------------------
+
+    def _value(self, really: Callable) -> Callable:
+        tape, here = self.tape, threading.get_ident
+        follows = FROM_A_SEED if really.__name__ == "tolist" else None
+
+        @wraps(really)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(*args, **kwargs)
+            caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
+            if caller.f_code is follows:
+                tape.deaf = 1  # a mode calls this function again
+                try:
+                    return really(*args, **kwargs)
+                finally:
+                    tape.deaf = 0
+            at = caller.f_lasti
+            if tape.going:
+                return self._answer(really, at, args, kwargs)
+            tape.deaf = 1
+            try:
+                value = really(*args, **kwargs)
+            except Exception as error:
+                tape.put(error, at)
+                raise
+            finally:
+                tape.deaf = 0
+            tape.put(value, at, not tape.began)
+            return value
+
+        return observed
+
+    def _answer(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        tape = self.tape
+        value = tape.take(at)
+        if isinstance(value, Exception):
+            raise value
+        shares = hasattr(value, "tobytes") and hasattr(value, "dtype")
+        if type(value) is not LargeValue and not shares:
+            return value
+        if any(isinstance(each, ReplayTensor) for each in (*args, *kwargs.values())):
+            if shares:
+                return value
+            tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps")
+        tape.deaf = 1
+        try:
+            again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
+        finally:
+            tape.deaf = 0
+        if type(value) is LargeValue:
+            if zlib.crc32(encoded(again)[1]) != value.digest:
+                tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal")
+            return again
+        return again if encoded(again) == encoded(value) else value
+
+    def _shape(self, really: Callable) -> Callable:
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(*args, **kwargs)
+            return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
+
+        return observed
+
+    def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        tape = self.tape
+        if tape.going:
+            return self._shaped_again(really, at, args, kwargs)
+        tape.deaf = 1
+        try:
+            result = really(*args, **kwargs)
+            leaves = pytree.tree_leaves(result)
+        except Exception as error:
+            tape.put(error, at)
+            raise
+        finally:
+            tape.deaf = 0
+        tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
+        return result
+
+    def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        found = self.shaped_again(at)
+        if self.tape.began:  # random tensors may differ from the first run
+            return found
+        with self.tape.unheard:
+            again = really(*args, **kwargs)
+        if [each.shape for each in pytree.tree_leaves(again)] != [each.shape for each in pytree.tree_leaves(found)]:
+            self.tape.refuse(f"in step {self.tape.steps + 1} nonzero() or a mask selects another number of elements than in the first run")
+        return again
+
+    def shaped_again(self, at: int) -> Any:
+        """Return fake tensors of the shapes recorded at ``at`` in the code."""
+        shapes = self.tape.take(at)
+        if isinstance(shapes, Exception):
+            raise shapes
+        found = [dense(*shape) for shape in shapes[1]]
+        return found[0] if not shapes[0] else tuple(found)
+
+    def _made_of(self, really: Callable) -> Callable:
+        """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(data, (list, tuple)) or tape.deaf or here() != tape.main:
+                return really(data, *args, **kwargs)
+            with tape.unheard:
+                return really(data, *args, **kwargs)
+
+        return made
+
+    def _packed(self, really: Callable) -> Callable:
+        """Wrap sequence packing: the recorded lengths give the batch sizes, which decide the computation."""
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def pack(padded: Any, lengths: Any, *args: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(padded, lengths, *args)
+            at = sys._getframe(1).f_lasti
+            if tape.going and tape.began:
+                sizes = tape.take(at)
+                packed = whole((sum(sizes), *padded.shape[2:]), padded.dtype, padded.device)
+                return self.comes_from(packed, (padded,)), torch.tensor(sizes, device="cpu")
+            with tape.unheard:
+                found = really(padded, lengths, *args)
+                sizes = found[1].tolist()
+            if not tape.going:
+                tape.put(sizes, at)
+            elif tape.take(at) != sizes:
+                tape.refuse(f"in step {tape.steps + 1} it packs sequences of other lengths than in the first run")
+            return found
+
+        return pack
+
+    def _places(self, really: Callable) -> Callable:
+        """Wrap `where`: with only a condition, its result has one row per true element."""
+        @wraps(really)
+        def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs or not self.tape.observes:
+                return really(condition, *args, **kwargs)
+            return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})
+
+        return where
+
+    def _classes(self, really: Callable) -> Callable:
+        """Wrap `one_hot`: without a number of classes, the values decide the shape."""
+        @wraps(really)
+        def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+            if num_classes != -1 or not self.tape.observes:
+                return really(tensor, num_classes)
+            return self._shaped(really, sys._getframe(1).f_lasti, (tensor, num_classes), {})
+
+        return one_hot
+
+    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+        """Index a real tensor with a mask; `flatout.replay.fake_operators` handles computed tensors."""
+        tape = self.tape
+        if tape.deaf or threading.get_ident() != tape.main:
+            return really()
+        return self._shaped(really, _past_us(caller).f_lasti, (), {})
+
+    def _taken(self, rows: Any, caller: FrameType) -> None:
+        self.taken(rows, _past_us(caller))
+
+
+def _past_us(frame: FrameType) -> FrameType:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOME):
+        frame = frame.f_back
+    return frame
+
+
+class RecordedClock:
+    """A function of `time` with recorded results for the script's own code.
+
+    It is no Python function, which would become a method as a class attribute.
+    """
+
+    def __init__(self, really: Callable, tape: ValueLog) -> None:
+        self._really, self._tape = really, tape
+        self.__name__, self.__doc__ = really.__name__, really.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tape = self._tape
+        frame = sys._getframe(1)
+        if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+            return self._really(*args, **kwargs)
+        if tape.going:
+            value = tape.take(frame.f_lasti)
+            return type(self._really(*args, **kwargs))(value) if type(value) is list else value
+        value = self._really(*args, **kwargs)
+        tape.put(list(value) if isinstance(value, tuple) else value, frame.f_lasti)
+        return value
+
+
+def _dated(really: Any, readings: tuple[str, ...], tape: ValueLog) -> Any:
+    """Return a class of `datetime` that records its clock readings and passes type checks."""
+
+    class Same(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, really)
+
+        def __subclasscheck__(cls, kind: Any) -> bool:
+            return issubclass(kind, really)
+
+    def reading(name: str) -> Any:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+                return getattr(really, name)(*args, **kwargs)
+            if tape.going:
+                metadata = really.fromisoformat(tape.take(frame.f_lasti))
+                zone = kwargs.get("tz", args[0] if args else None)
+                return metadata.astimezone(zone) if zone is not None else metadata
+            found = getattr(really, name)(*args, **kwargs)
+            tape.put(found.isoformat(), frame.f_lasti)
+            return found
+
+        return staticmethod(read)
+
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return really(*args, **kwargs) if cls is found else really.__new__(cls, *args, **kwargs)
+
+    names = {"__new__": made, "__module__": "datetime", "__qualname__": really.__name__}
+    found = Same(really.__name__, (really,), {**names, **{name: reading(name) for name in readings}})
+    return found

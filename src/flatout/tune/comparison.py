@@ -1,0 +1,234 @@
+"""Starts programs together and interleaves their blocks: the basis of every comparison of a search.
+
+Each program has *rows*: the live levers of each of its blocks. In every round each program runs the block of
+its next row; the order alternates from round to round (A B B A). Programs compared in one call run on one
+machine. A call is JSON both ways, so it can run on another machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.measure.clock import seconds
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import TrialRecord
+from flatout.trial.blocks import MOST_TICKS, LeverFailed
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.interleaver import Interleaver, ask_replica
+
+LATE_TIMEOUT_S = 75.0  # a compiler may be at work
+FEWEST_TURNS = 3
+COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
+Row = tuple[Choice, ...] | None  # None: as the program started
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """A program to start: plan with live levers, seed, live levers of each block, requested record.
+
+    ``record``: "" for none, "record", or "draws" with a few samples fetched repeatedly for the guard.
+    ``late``: after all blocks, the guard replays one step with these live levers.
+    """
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    seed: int = 0
+    record: str = ""
+    late: tuple[Choice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [None if row is None else [choice.to_json() for choice in row] for row in self.rows]
+        return {"plan": self.plan.to_json(), "rows": rows, "seed": self.seed, "record": self.record,
+                "late": [choice.to_json() for choice in self.late]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ProgramRequest:
+        rows = tuple(None if row is None else Plan.from_json({"choices": row}).choices for row in data["rows"])
+        return cls(Plan.from_json(data["plan"]), rows, data["seed"], data["record"], Plan.from_json({"choices": data["late"]}).choices)
+
+
+@dataclass
+class MeasuredBlock:
+    """One block: index of its row, start in seconds, the program's tick then, and milliseconds a tick."""
+
+    row: int
+    at_s: float
+    tick: int
+    ms: float
+
+
+@dataclass
+class ProgramResult:
+    """The result of one program.
+
+    ``gone``: how it ended before its rows were done. ``left_out``: a lever that could not be applied, and
+    why.
+    """
+
+    blocks: list[MeasuredBlock] = field(default_factory=list)
+    record: TrialRecord | None = None
+    gone: TrialRecord | None = None
+    left_out: tuple[str, str] | None = None
+    ready: dict[str, Any] = field(default_factory=dict)
+    late: dict[str, Any] | None = None  # the guard's findings from replaying a late step
+    start_s: float = 0.0  # until it was ready, without the costs that later programs do not have
+    ticks: int = 0  # of training when it was last seen
+
+    @property
+    def whole(self) -> bool:
+        return self.gone is None and self.left_out is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"blocks": [[b.row, b.at_s, b.tick, b.ms] for b in self.blocks], "record": self.record and self.record.to_json(),
+                "gone": self.gone and self.gone.to_json(), "left_out": self.left_out, "ready": self.ready, "late": self.late,
+                "start_s": self.start_s, "ticks": self.ticks}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ProgramResult:
+        record, gone = (TrialRecord.from_json(data[name]) if data[name] else None for name in ("record", "gone"))
+        left_out = tuple(data["left_out"]) if data["left_out"] else None
+        return cls([MeasuredBlock(*block) for block in data["blocks"]], record, gone, left_out, data["ready"], data["late"], data["start_s"], data["ticks"])
+
+
+@dataclass
+class Member:
+    """A running program among those that are interleaved."""
+
+    trial: Trial
+    rows: tuple[Row, ...]
+    seen: ProgramResult
+    now: Row = None  # the active live levers
+    fresh: bool = True  # just started: no block has run yet
+
+
+def measure_together(interleaver: Interleaver, asked: Sequence[ProgramRequest], until_s: float, timeout_s: float, beside: Sequence[Member] = (),
+                     share: float = math.inf) -> list[ProgramResult]:
+    """Start these programs, interleave their rows with those ``beside``, take their records, end them.
+
+    Raises nothing that is a program's fault. Measuring ends after ``share`` of the time of the starts, once
+    all programs had ``FEWEST_TURNS``.
+    """
+    start_s = seconds()
+    members = _started(interleaver, asked, timeout_s)
+    enough_s = seconds() + share * (seconds() - start_s)
+    try:
+        take_turns(interleaver, [m for m in members if m.seen.whole] + list(beside), until_s, enough_s)
+        for one, member in zip(asked, members, strict=True):
+            if one.late and member.seen.whole:
+                member.seen.late = _late_step(interleaver, member, one.late)
+        ending = [(member, one.record) for one, member in zip(asked, members, strict=True) if one.record and member.seen.whole]
+        with ThreadPoolExecutor(max(1, len(ending))) as pool:  # each needs a second to end
+            list(pool.map(lambda each: _record(*each), ending))
+    finally:
+        for member in members:
+            interleaver.dismiss(member.trial)
+    return [member.seen for member in members]
+
+
+def _started(interleaver: Interleaver, asked: Sequence[ProgramRequest], timeout_s: float) -> list[Member]:
+    trials = [interleaver.start(one.plan, one.seed) for one in asked]
+    members = []
+    for one, trial, gone in zip(asked, trials, interleaver.ready(trials, timeout_s), strict=True):
+        start_s = seconds() - trial.started_s - trial.ready.get("once_s", 0.0)
+        seen = ProgramResult(gone=gone.record if gone else None, ready=trial.ready, start_s=start_s, ticks=trial.ticks_done)
+        for left in trial.ready.get("skipped", ()):
+            seen.left_out = left["name"], left["reason"]
+        members.append(Member(trial, one.rows, seen))
+    return members
+
+
+def take_turns(interleaver: Interleaver, members: Sequence[Member], until_s: float, enough_s: float = math.inf) -> None:
+    """Interleave the members' rows until they are done or time is up; at least one block each.
+
+    ``enough_s`` only applies after FEWEST_TURNS. A member that fails or ends leaves.
+    """
+    for turn in range(max((len(member.rows) for member in members), default=0)):
+        due = [member for member in members if turn < len(member.rows) and member.seen.whole]
+        furthest = _same_tick(due) if turn == 0 else 0
+        for member in due if turn % 2 == 0 else due[::-1]:
+            if turn and seconds() >= (until_s if turn < FEWEST_TURNS else min(until_s, enough_s)):
+                return
+            try:
+                _block(interleaver, member, turn, furthest)
+            except ProgramGone as gone:
+                member.seen.gone = gone.record
+            except LeverFailed as failed:
+                member.seen.left_out = failed.name, failed.reason
+            member.seen.ticks = member.trial.ticks_done
+
+
+def _same_tick(due: Sequence[Member]) -> int:
+    """Return the tick at which programs that started together begin.
+
+    Sentences and episodes differ in length; with one seed, programs do the same work at the same tick.
+    """
+    return max((member.trial.ticks_done for member in due if member.fresh), default=0)
+
+
+def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -> None:
+    """Run the block of one row. It ends at the end of a tick window, whether or not levers were switched."""
+    trial, row = member.trial, member.rows[turn]
+    switched = row is not None and row != member.now
+    if switched:
+        interleaver.switch(trial, row or ())
+        member.now = row
+    if member.fresh:
+        interleaver.catch_up(trial, furthest)
+        if interleaver.tick_ms < COSTLY_TICK_MS and interleaver.longest_ticks == MOST_TICKS:
+            # Its first third of a second is slower: memory is touched for the first time
+            interleaver.run(trial, interleaver.block_ticks)
+        member.fresh = False
+    settle = interleaver.window_ticks - interleaver.block_ticks
+    before = -(trial.ticks_done + interleaver.block_ticks) % interleaver.window_ticks
+    before += interleaver.window_ticks if switched and before < settle else 0
+    if before:
+        interleaver.run(trial, before)
+    at_s, tick = seconds(), trial.ticks_done
+    ms = interleaver.block(trial)
+    member.seen.blocks.append(MeasuredBlock(turn, at_s, tick, ms))
+
+
+def step_again(interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
+    """Replay a step for the guard with these levers. Raises ProgramGone.
+
+    ``wrong`` has a sentence for each rejected lever.
+    """
+    answer = _replica(interleaver, trial, choices, timeout_s)
+    failed = [check for check in answer.get("checks", ()) if not check["passed"]]
+    wrong = {choice.name: failed[0]["why"] for choice in choices} if failed else {}
+    if failed and len(choices) > 1:
+        alone = {choice.name: [c for c in _replica(interleaver, trial, [choice], timeout_s).get("checks", ()) if not c["passed"]] for choice in choices}
+        if any(alone.values()):  # otherwise only the combination is wrong
+            wrong = {name: checks[0]["why"] for name, checks in alone.items() if checks}
+    return {**answer, "wrong": wrong}
+
+
+def _replica(interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
+    interleaver.switch(trial, ())
+    return ask_replica(trial, choices, timeout_s)
+
+
+def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choice]) -> dict[str, Any]:
+    timeout_s = 60 + 40 * interleaver.tick_ms / 1000 + LATE_TIMEOUT_S
+    try:
+        found = step_again(interleaver, member.trial, choices, timeout_s)
+    except (ProgramGone, LeverFailed) as error:
+        return {"failure": str(error)}
+    for check in found.get("checks", ()):
+        blamed = list(found["wrong"])
+        if not check["passed"] and len(blamed) < len(choices):
+            check["why"] = f"under {blamed[0]} alone, {found['wrong'][blamed[0]]}"
+    return found
+
+
+def _record(member: Member, how: str) -> None:
+    """Take its record; if the program was lost on the way, store that as ``gone``."""
+    record = member.trial.finish(draws=how == "draws")
+    if record.status in ("finished", "ended"):
+        member.seen.record = record
+    else:
+        member.seen.gone = record

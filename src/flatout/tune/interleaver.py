@@ -1,0 +1,170 @@
+"""Interleaves programs: one runs at a time; the process groups of the others are stopped with SIGSTOP.
+
+Programs start together, because most of a start is a single thread that imports and reads. A compiling
+program continues while others start, and is stopped while they are measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.launch.command import Command
+from flatout.measure.clock import seconds
+from flatout.measure.statistics import Round
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.trial.blocks import BlockTimer
+from flatout.trial.parent import ProgramGone, Trial
+
+SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
+MOST_ROUNDS = 1000  # when the clock ends a pair
+LOOK_S = 0.05  # wait for one program while several start
+
+
+@dataclass
+class RunningCandidate:
+    """A running program under a Plan, with the seconds it took to become ready."""
+
+    plan: Plan
+    trial: Trial
+    start_s: float
+
+
+class Interleaver(BlockTimer):
+    """Starts, pauses and compares programs.
+
+    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``alone`` the
+    command of one process.
+    """
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, base: Plan | None = None, alone: Command | None = None) -> None:
+        super().__init__()
+        self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
+        self.running: list[Trial] = []
+        self.background: list[Trial] = []  # not ready yet; they run only while others start
+        # Left by a killed search; the data may have changed since
+        shutil.rmtree(job.handed_on, ignore_errors=True)
+        job.handed_on.mkdir(parents=True, exist_ok=True)
+        if alone is not None:
+            self.settle_ticks = SETTLE_TICKS
+
+    # -- programs ---------------------------------------------------------------------------------------------------
+
+    def start(self, plan: Plan, seed: int, perturbation: float = 0.0, alone: bool = False) -> Trial:
+        """Start a program; ``ready`` waits for it."""
+        command, under = (self.alone, plan) if alone and self.alone is not None else (self.command, plan.on_top_of(self.base))
+        trial = Trial(command, self.job.new_trial(), under, self.facts, seed, reseed=True, perturbation=perturbation)
+        self.running.append(trial)
+        try:
+            trial.start()
+        except BaseException:
+            self.dismiss(trial)
+            raise
+        return trial
+
+    def ready(self, trials: Sequence[Trial], timeout_s: float) -> list[ProgramGone | None]:
+        """Wait until each trial reaches its steady state, and stop it there.
+
+        Returns, in order, None or the reason why the trial was lost. Imports and reads overlap. A program
+        that begins to train is stopped until all do. Then they warm up one after another, because computing
+        programs slow each other down. Background programs continue while others import.
+        """
+        found: dict[int, ProgramGone | None] = {}
+
+        def look(at: int) -> bool:
+            """Whether this trial needs no further waiting."""
+            trial = trials[at]
+            try:
+                if trial.is_ready(trial.started_s + timeout_s, LOOK_S):
+                    trial.hold()
+                    found[at] = None
+            except ProgramGone as gone:
+                self.dismiss(trial)
+                found[at] = gone
+            return at in found
+
+        try:
+            for trial in self.background:
+                trial.go_on()
+            importing = set(range(len(trials))) if len(trials) > 1 else set()
+            while importing:
+                for at in sorted(importing):
+                    if look(at) or trials[at].training:
+                        trials[at].hold()
+                        importing.discard(at)
+            if self.background and len(trials) > 1:
+                self._stop_background()
+            for at in range(len(trials)):
+                if at not in found:
+                    trials[at].go_on()
+                    while not look(at):
+                        pass
+            return [found[at] for at in range(len(trials))]
+        except BaseException:
+            for trial in trials:
+                self.dismiss(trial)
+            raise
+        finally:
+            self._stop_background()
+
+    def _stop_background(self) -> None:
+        for trial in self.background:
+            trial.hold(look_again=True)
+
+    def enter(self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, alone: bool = False) -> RunningCandidate:
+        """Start a program and bring it to its steady state; it is stopped on return. Raises ProgramGone."""
+        trial = self.start(plan, seed, perturbation, alone)
+        gone = self.ready([trial], timeout_s)[0]
+        if gone is not None:
+            raise gone
+        return RunningCandidate(plan, trial, seconds() - trial.started_s)
+
+    def dismiss(self, trial: Trial) -> None:
+        trial.close()
+        for group in (self.running, self.background):
+            if trial in group:
+                group.remove(trial)
+
+    def close(self) -> None:
+        for trial in list(self.running):
+            self.dismiss(trial)
+        shutil.rmtree(self.job.handed_on, ignore_errors=True)
+
+    # -- comparisons ------------------------------------------------------------------------------------------------
+
+    def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
+        """Measure one confirming pair in the order A B B A A B B A ..., for ``rounds`` rounds.
+
+        The clock ends it early, but never before one round; so does the end of a program.
+        """
+        found: list[Round] = []
+        for at in range(rounds):
+            try:
+                furthest = max(plain.ticks_done, tuned.ticks_done)
+                if at % 2 == 0:
+                    a, b = self.block(plain, furthest), self.block(tuned, furthest)
+                else:
+                    b, a = self.block(tuned, furthest), self.block(plain, furthest)
+            except ProgramGone as gone:
+                if gone.record.status == "ended" and found:
+                    break
+                raise
+            found.append(Round(a, b))
+            if seconds() >= until_s:
+                break
+        return found
+
+
+def ask_options(trial: Trial) -> dict[str, Any]:
+    return trial.ask({"do": "options"}, seconds() + 120)
+
+
+def ask_replica(trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
+    answer = trial.ask({"do": "replica", "choices": [c.to_json() for c in choices]}, seconds() + timeout_s)
+    trial.hold()
+    replica: dict[str, Any] = answer["replica"]
+    return replica

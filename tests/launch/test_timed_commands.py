@@ -1,0 +1,56 @@
+"""Other programs are asked for a limited time, and every way in which they end is an answer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from flatout.launch.timed_commands import TimedCommand
+
+
+def test_what_it_said_and_how_it_ended():
+    ran = TimedCommand([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]).answer(20)
+    assert (ran.code, ran.out, ran.err, ran.there, ran.timed_out) == (3, "out\n", "err\n", True, False)
+
+
+def test_one_that_is_not_there():
+    ran = TimedCommand(["flatout-has-no-such-program"]).answer(1)
+    assert (ran.code, ran.there, ran.said) == (None, False, "")
+
+
+def test_one_that_cannot_be_started(tmp_path):
+    """A file that is executable and no program: another architecture's binary looks like that."""
+    broken = tmp_path / "nvidia-smi"
+    broken.write_bytes(b"\x7fELF\x00\x00")
+    broken.chmod(0o755)
+    ran = TimedCommand([str(broken)]).answer(1)
+    assert ran.code is None
+    assert ran.there
+    assert "Exec format error" in ran.err
+
+
+def test_one_that_hangs_is_ended_with_its_children():
+    asked = TimedCommand([sys.executable, "-c", "import subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()"])
+    began = time.monotonic()
+    ran = asked.answer(1.5)
+    assert ran.timed_out
+    assert ran.code is None
+    assert time.monotonic() - began < 5
+    child = int(ran.out)
+    until = time.monotonic() + 5
+    while _lives(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(number: int) -> bool:
+    """A zombie has ended; who reaps it is not our affair."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_signals_are_negative():
+    assert TimedCommand([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]).answer(20).code == -11

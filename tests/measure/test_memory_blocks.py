@@ -1,0 +1,66 @@
+"""Blocks: the peak is the true one whatever comes and goes, and its parts add up to it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.measure.fitting import FINE, largest_that_fits
+from flatout.measure.memory_blocks import MemoryBlockTracker
+
+ACTS = st.lists(st.tuples(st.booleans(), st.integers(0, 5000), st.sampled_from(["parameters", "temporary", "activations"])), max_size=80)
+
+
+@given(ACTS, ACTS, st.sampled_from([1, 512]))
+def test_the_peak_is_the_most_that_ever_lived(before, after, rounding):
+    blocks, living, highest, fullest = MemoryBlockTracker(rounding), [], 0, 0
+    for acts in (before, after):
+        blocks.begin()
+        highest = blocks.in_use_bytes
+        fullest = sum(block.size_bytes for block in living if block.kind == "activations")
+        for takes, number, kind in acts:
+            if takes or not living:
+                living.append(blocks.take(number, kind, "net"))
+            else:
+                blocks.give_back(living.pop(number % len(living)))
+            highest = max(highest, sum(block.size_bytes for block in living))
+            fullest = max(fullest, sum(block.size_bytes for block in living if block.kind == "activations"))
+    assert all(block.size_bytes % rounding == 0 for block in living)
+    peak = blocks.peak()
+    assert peak.peak_bytes == highest == sum(peak.kinds.values())
+    assert sum(peak.by_module.values()) == fullest
+    assert blocks.in_use_bytes == sum(block.size_bytes for block in living)
+
+
+def test_what_outlives_a_forward_pass_is_an_activation():
+    blocks = MemoryBlockTracker()
+    weight = blocks.take(100, "parameters")
+    before = blocks.take(7)
+    entered = blocks.events
+    kept, passing = blocks.take(10, module="conv"), blocks.take(20, module="conv")
+    blocks.give_back(passing)
+    blocks.outlived("activations", entered)
+    assert (weight.kind, before.kind, kept.kind, passing.kind) == ("parameters", "temporary", "activations", "temporary")
+    blocks.give_back(kept)
+    blocks.give_back(kept)  # a storage is only given back once
+    assert blocks.in_use_bytes == 107
+    assert blocks.peak().by_module == {"conv": 10}
+
+
+LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**4)), min_size=1, max_size=5)
+
+
+@given(LINES, st.integers(0, 10**8), st.integers(1, 5000), st.integers(1, 10**6))
+def test_the_largest_that_fits(lines, limit, start, most):
+    """A peak is the largest of some straight lines: moments of a step."""
+    asked = []
+
+    def peak_of(size):
+        assert 1 <= size <= most
+        asked.append(size)
+        return max(fixed + each * size for fixed, each in lines)
+
+    found = largest_that_fits(peak_of, limit, start, most)
+    assert found == 0 or (found in asked and peak_of(found) <= limit)
+    assert found == most or peak_of(min(most, found + max(1, found // FINE))) > limit
+    assert len(asked) < 60

@@ -1,0 +1,87 @@
+"""Two and four processes compared with one on the same global batches: gradients, trajectories, and the
+samples of each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("train_cases.py")
+CASES = 12
+GRADIENT = {"float64": 1e-12, "float32": 1e-6}
+WEIGHTS = {"float64": 1e-9, "float32": 2e-3}  # after so many steps, relative to their length
+
+
+def a_case(draw: random.Random) -> dict:
+    window, loss = draw.choice((1, 1, 1, 2, 3)), draw.choice(("mean", "mean", "sum"))
+    batch = draw.randint(4, 13)
+    exact = draw.random() < 0.4  # batch statistics and random numbers as in one process
+    division = {"reduction": loss, "loaders": "0"}
+    division |= ({"batches": draw.choice(("cut", "whole")), "batchnorm": "all", "draws": "all"} if exact else
+                 {"batches": draw.choice(("index", "index", "cut", "whole"))})
+    return {
+        "seed": draw.randrange(1000), "dtype": "float64" if exact else draw.choice(("float64", "float32")), "batchnorm": exact,
+        "dropout": 0.3 if exact else 0.0,
+        "length": draw.randint(batch, 45), "batch": batch, "shuffle": draw.random() < 0.7, "drop_last": draw.random() < 0.3 or exact, "workers": 0,
+        "optimizer": draw.choice(("sgd", "adam")), "two": draw.random() < 0.4, "loss": loss, "window": window, "clip": draw.choice((None, 0.3)), "steps": 16,
+        "division": division}
+
+
+def trained(cases: list[dict], folder: Path, procs: int) -> None:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    words = [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)]
+    if procs > 1:
+        words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", *words]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    draw = random.Random(5)
+    cases = [a_case(draw) for _ in range(CASES)]
+    cases[0] |= {"clip": None, "loss": "mean", "division": {**cases[0]["division"], "reduction": "sum"}, "wrong": True}  # errors that must be detected
+    cases[1]["workers"] = 1
+    cases[2] |= {"batch": 5, "length": 11, "drop_last": False, "batchnorm": False, "dropout": 0.0}  # the last batch has one sample, fewer than there are ranks
+    cases[3] |= {"loss": "contrast", "window": 1, "division": {"batches": "whole", "batchnorm": "all", "draws": "all"}, "drop_last": True}
+    folder = tmp_path_factory.mktemp("plain")
+    trained(cases, folder, 1)
+    return cases, [json.loads((folder / f"{at}.plain.json").read_text()) for at in range(CASES)]
+
+
+def distance(a: list[list[float]], b: list[list[float]]) -> float:
+    """The distance of two lists of vectors, relative to the length of the second."""
+    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
+    return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("procs", "some"), [(2, CASES), (4, 5)])  # four processes on two cores mostly wait for each other
+def test_ranks_compute_what_one_process_computes(plain, tmp_path, procs, some):
+    cases, expected = plain[0][:some], plain[1][:some]
+    trained(cases, tmp_path, procs)
+    for at, (case, one) in enumerate(zip(cases, expected, strict=True)):
+        ranks = [json.loads((tmp_path / f"{at}.{rank}.json").read_text()) for rank in range(procs)]
+        if case.get("wrong"):
+            assert distance(ranks[0]["gradients"], one["gradients"]) > 0.5, case
+            continue
+        for rank in ranks:
+            assert distance(rank["gradients"], one["gradients"]) <= GRADIENT[case["dtype"]], case
+            assert distance([rank["losses"]], [one["losses"]]) <= WEIGHTS[case["dtype"]], case
+            assert distance(rank["weights"], one["weights"]) <= WEIGHTS[case["dtype"]], case
+            assert rank["weights"] == ranks[0]["weights"], case
+        for epoch, whole in enumerate(one["epochs"]):
+            for step, batch in enumerate(whole):
+                shares = [rank["epochs"][epoch][step] for rank in ranks]
+                if len(batch) < procs or case["division"]["batches"] == "whole":
+                    assert all(share == batch for share in shares), case
+                else:
+                    assert [number for share in shares for number in share] == batch, case
+                    assert max(map(len, shares)) - min(map(len, shares)) <= 1, case

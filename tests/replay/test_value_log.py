@@ -1,0 +1,116 @@
+"""The value log returns recorded values in the same order, and only to a program with the same
+control flow.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.replay.value_log import LargeValue, ValueLog
+from flatout.state.journal import ValueJournal, read_journal
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.binary(max_size=20), st.complex_numbers(allow_nan=False),
+                  st.lists(st.floats(allow_nan=False), max_size=5), st.lists(st.integers(-5, 5), max_size=5).map(lambda row: numpy.array(row, "int32")))
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(why):
+    raise Refused(why)
+
+
+def recorded(path, way):
+    tape = ValueLog(refuse, print)
+    tape.record(ValueJournal(path))
+    go(tape, way, tape.put)
+    return tape.write(), tape.events
+
+
+def go(tape, way, hand_over):
+    found = []
+    for what, value in way:
+        if what == "value":
+            found.append(hand_over(value, len(found) % 7))
+        elif what == "event":
+            tape.event(value)
+        else:
+            tape.mark()
+    return found
+
+
+def played(path, place, events):
+    tape = ValueLog(refuse, print)
+    tape.play(read_journal(path, place), events + 1)
+    return tape
+
+
+WAYS = st.lists(
+    st.one_of(st.tuples(st.just("value"), PLAIN), st.tuples(st.just("event"), st.integers(0, 9)), st.tuples(st.just("step"), st.none())),
+    max_size=40)
+
+
+@given(way=WAYS)
+def test_the_same_control_flow_gives_the_same_values(tmp_path_factory, way):
+    path = tmp_path_factory.mktemp("tape") / "j"
+    tape = played(path, *recorded(path, way))
+    found = go(tape, way, lambda value, at: tape.take(at))
+    for before, now in zip([value for what, value in way if what == "value"], found, strict=True):
+        assert type(before) is type(now)
+        assert repr(before) == repr(now)
+    assert tape.event(0)
+    tape.end()
+    assert not tape.going
+
+
+@given(way=WAYS, more=st.integers(0, 9))
+def test_a_different_event_is_detected_at_the_end_of_the_step(tmp_path_factory, way, more):
+    path = tmp_path_factory.mktemp("tape") / "j"
+    tape = played(path, *recorded(path, [*way, ("step", None)]))
+    tape.event(more)
+    with pytest.raises(Refused, match=r"another path|more values than"):
+        go(tape, [*way, ("step", None)], lambda value, at: tape.take(at))
+
+
+def test_extra_or_missing_values_are_detected(tmp_path):
+    place, events = recorded(tmp_path / "j", [("value", 1.0), ("value", 2.0)])
+    tape = played(tmp_path / "j", place, events)
+    assert tape.take(0) == 1.0
+    with pytest.raises(Refused, match="has not read 1 of the values"):
+        tape.end()
+    assert tape.take(1) == 2.0
+    with pytest.raises(Refused, match="more values than in the first run"):
+        tape.take(2)
+
+
+def test_exceptions_and_large_values(tmp_path):
+    tape = ValueLog(refuse, print)
+    tape.record(ValueJournal(tmp_path / "j"))
+    tape.put(ValueError("of two"), 1)
+    tape.put(numpy.zeros(1 << 20), 2)
+    tape.put(math.nan, 3)
+    tape = played(tmp_path / "j", tape.write(), 0)
+    error = tape.take(1)
+    assert type(error) is ValueError
+    assert str(error) == "of two"
+    assert isinstance(tape.take(2), LargeValue)
+    assert math.isnan(tape.take(3))
+
+
+def test_other_threads_and_flatout_itself_are_not_recorded(tmp_path):
+    from threading import Thread
+
+    tape, observed = ValueLog(refuse, print), []
+    assert tape.observes
+    thread = Thread(target=lambda: observed.append(tape.observes))
+    thread.start()
+    thread.join()
+    tape.deaf += 1
+    assert observed == [False]
+    assert not tape.observes

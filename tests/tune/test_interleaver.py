@@ -1,0 +1,82 @@
+"""Interleaved programs that are compared at the same step, so that with one seed they do the same work."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Plan
+from flatout.probe.machine import look
+from flatout.tune.comparison import Member, ProgramResult, take_turns
+from flatout.tune.interleaver import Interleaver
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+# Each step reports its own random amount of work, as episodes and sentences have.
+PROGRAM = """
+import os, random, sys, torch
+model = torch.nn.Linear(64, 64)
+random.seed(0)
+work = os.open(f"{sys.argv[1]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for step in range(%d):
+    length = random.randint(1, 40)
+    loss = sum(model(torch.ones(8, 64)).square().mean() for _ in range(length))
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():  # by hand: an optimizer of torch's own takes two seconds to import
+            p -= 0.01 * p.grad
+    os.write(work, b"%%d " %% length)
+"""
+
+
+@pytest.fixture
+def interleaver(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")  # writes in the folder go to the file sandbox; writes next to it do not
+    made = []
+
+    def make(steps: int = 10**9) -> Interleaver:
+        (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
+        made.append(Interleaver(understand([sys.executable, "train.py", str(tmp_path / "work")]), JobFolder(tmp_path / "job").make(), look()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, tmp_path):
+    ring = interleaver()
+    plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
+    ring.tick_ms = max(plain.trial.ready["tick_ms"], 1.0)
+    plain.trial.go(17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60)  # each needs steps of its own number to be warm
+    assert plain.trial.ticks_done > tuned.trial.ticks_done
+    rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
+    assert len(rounds) == 2
+    assert plain.trial.ticks_done == tuned.trial.ticks_done
+    members = [Member(candidate.trial, (None,) * 3, ProgramResult()) for candidate in (plain, tuned, third)]
+    take_turns(ring, members, seconds() + 60)
+    assert [len(member.seen.blocks) for member in members] == [3, 3, 3]
+    assert tuned.trial.ticks_done == third.trial.ticks_done == plain.trial.ticks_done
+    ticks = min(candidate.trial.ticks_done for candidate in (plain, tuned, third))
+    for candidate in (plain, tuned, third):
+        candidate.trial.finish()
+    # The same step is the same work, counted by the program itself.
+    work = [[int(word) for word in path.read_text().split()] for path in tmp_path.glob("work.*")]
+    assert len(work) == 3
+    assert len({tuple(lengths[:ticks]) for lengths in work}) == 1
+    assert len(set(work[0][:ticks])) > 5
+
+
+def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
+    ring = interleaver(steps=300)
+    plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
+    ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
+    rounds = ring.pair(plain.trial, tuned.trial, 1000, seconds() + 60)
+    assert 1 <= len(rounds) <= 300 / ring.block_ticks

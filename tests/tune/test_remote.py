@@ -1,0 +1,102 @@
+"""A search on a real Ray cluster with two nodes on this machine; a worker is killed while it measures.
+
+Skipped where Ray is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.enums import Effect
+from flatout.plan.errors import UsageError
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import Ratio, SessionRecord
+from flatout.probe.machine import look
+from flatout.tune.candidates import Candidate
+from flatout.tune.comparison import ProgramRequest, ProgramResult
+from flatout.tune.explore import explore
+from flatout.tune.orders import together_order
+from flatout.tune.remote import on_ray
+from flatout.tune.tuning import Goal, Tuning
+
+pytestmark = [pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"), pytest.mark.timeout(400)]
+COMPARISON = "flatout.cli.remote_comparison"
+
+
+@pytest.fixture
+def tuning(cluster, tmp_path, monkeypatch, tiny):
+    (tmp_path / "train.py").write_text(tiny)
+    monkeypatch.chdir(tmp_path)
+    command, facts = understand([sys.executable, "train.py"]), look()
+    found = Tuning(command, JobFolder(tmp_path / "job").make(), facts, SessionRecord([], str(tmp_path), {}), Goal(240.0),
+                   elsewhere=on_ray(cluster, command, facts))
+    found.interleaver.tick_ms, found.start_cost_s = 1.0, 5.0
+    yield found
+    found.elsewhere.close()
+
+
+def kill_a_worker_that_measures(killed: list[psutil.Process]) -> None:
+    """Kill the first Ray worker whose comparison has started a program; ``killed`` are the processes that
+    must end with it.
+    """
+    for _ in range(1200):
+        ours = [each for each in psutil.process_iter(["cmdline", "cwd"]) if each.info["cwd"] == os.getcwd()]
+        for comparison in [each for each in ours if COMPARISON in (each.info["cmdline"] or ())]:
+            programs = comparison.children(recursive=True)
+            if programs:
+                killed += [comparison, *programs]
+                comparison.parent().kill()
+                return
+        threading.Event().wait(0.05)
+
+
+def test_a_killed_workers_pair_is_measured_on_the_other_node(tuning):
+    elsewhere, killed = tuning.elsewhere, []
+    assert len(set(elsewhere.hosts)) == 2
+    assert elsewhere.left_out == []
+    killer = threading.Thread(target=kill_a_worker_that_measures, args=(killed,))
+    killer.start()
+    sides = [ProgramRequest(plan, (None,) * 3, 3, "record") for plan in (Plan(), Plan((Choice("gc_pause", True),)))]
+    (held,) = elsewhere.held([together_order(tuning, sides, 60.0)], 300.0)
+    killer.join()
+    assert held.host == elsewhere.hosts[1]
+    plain, tuned = (ProgramResult.from_json(each) for each in held.answer["seen"])
+    assert [len(seen.blocks) for seen in (plain, tuned)] == [3, 3]
+    assert all(block.ms > 0 for seen in (plain, tuned) for block in seen.blocks)
+    assert (plain.record.seed, tuned.record.seed) == (3, 3)
+    assert plain.record.losses == tuned.record.losses != []
+    assert [choice["name"] for choice in tuned.record.applied] == ["gc_pause"]
+    assert len(killed) >= 2
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in killed)
+
+
+def test_a_wave_is_spread_over_the_nodes(tuning):
+    levers = {lever.name: lever for lever in TABLE}
+    tuning.goal = Goal(60.0)
+    tuning.candidates = {"malloc": Candidate(levers["malloc"], ("glibc",), Effect.EXACT)}
+    explore(tuning)
+    assert isinstance(tuning.candidates["malloc"].ratio, Ratio)
+    assert {block.host for block in tuning.blocks} == set(tuning.elsewhere.hosts)
+    assert {block.on for block in tuning.blocks} == {frozenset(), frozenset({"malloc=glibc"})}
+    assert tuning.interleaver.running == []  # nothing was started here
+
+
+def test_nodes_that_differ_or_do_not_answer_are_left_out(tuning, cluster):
+    with pytest.raises(UsageError, match=r"no node of the cluster matches this machine.*another machine \('.* cores"):
+        on_ray(cluster, tuning.command, replace(tuning.facts, cores=99))
+    elsewhere, order = tuning.elsewhere, together_order(tuning, [ProgramRequest(Plan(), (None,))], 60.0)
+    hosts = elsewhere.hosts
+    assert [held.answer for held in elsewhere.held([order], 0.2)] == [None]
+    assert elsewhere.hosts == []
+    assert [sentence.partition(": ")[0] for sentence in elsewhere.left_out] == hosts
+    assert [held.why for held in elsewhere.held([order], 0.2)] == ["no node is left to measure it"]
