@@ -1,12 +1,14 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both make their own virtual environment.
+# Every target makes the virtual environment that it needs.
 PYTHON ?= python3
-# One more than cores: a fifth of the time a test waits for a program that is stopped, hangs or is given time to end. Files go in their order: else those with
-# few, long tests would come last, and one worker would end them alone.
+# One worker more than cores: tests spend a part of their time waiting for programs that stop, hang or end. Files run in their own order; otherwise
+# those with few, long tests would come last, and one worker would end them alone.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
+CHECKED = src tests bench examples docs
+PYTEST  = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 9 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint clean
+.PHONY: demo test quick lint format docs wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -14,14 +16,40 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	@touch $@
 
+
 # Tune a real example on a real data set, then run the job under the plan that was found.
 demo: $(VENV)/.ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
-test: $(VENV)/.ready
-	$(BIN)/ruff check src tests bench examples
+# Everything: lint, types, all tests.
+test: lint
+	$(PYTEST)
+
+# The tests that start no process: for every save.
+quick: $(VENV)/.ready
+	$(PYTEST) -m "not processes and not slow"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 9 --dist loadfile --no-loadscope-reorder
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix --select I $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+# The documentation site, in site/. Strict: a broken link or a warning fails.
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict --quiet
+
+# The wheel and the source distribution, in dist/. The wheel is installed into a clean environment and asked for its version.
+wheel: $(VENV)/.ready
+	rm -rf dist build/wheel
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet dist/*.whl
+	build/wheel/bin/flatout --version
 
 clean:
-	rm -rf $(VENV) .flatout dist build
+	rm -rf $(VENV) .flatout dist build site

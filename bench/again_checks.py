@@ -40,7 +40,7 @@ def measured(programs: Programs, name: str, check: Check) -> dict[str, Any]:
 
 
 def short(metadata: dict[str, str]) -> str:
-    return metadata["why"].partition(". `flatout")[0].partition(". It begins")[0]
+    return metadata["why"].partition(". `flatout")[0].partition(". The next start begins")[0]
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -53,7 +53,7 @@ def page(rows: list[dict[str, Any]]) -> str:
              f"it ends differently from an undisturbed run, without an error.\n", table]
     rest = [row for row in rows if not row["matters"]]
     if rest:
-        parts.append("\n## Checks that can be disabled without a wrong result in these programs\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
+        parts.append("\n## Checks without a wrong result when disabled\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
                                                                                               for row in rest))
     parts.append("\n## How each check is disabled\n\n" + markdown_table(("check", "module", "code", "replaced by"), [
         (row["name"], row["module"], *row["words"]) for row in rows]))

@@ -46,7 +46,7 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=float, default=120.0, metavar="SECONDS", help="send SIGTERM to each training after half to all of this time (default 120)")
+    parser.add_argument("--first", type=float, default=120.0, metavar="SECONDS", help="SIGTERM hits each training after half to all of this time (default 120)")
     parser.add_argument("--processes", type=int, default=3, metavar="N", help="trainings to start (default 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()

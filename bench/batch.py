@@ -111,7 +111,7 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
              spelled(regret(entry, entry["record"]["enough"])), max(map(len, entry["sweep"].values()), default=0)) for name, entry in programs.items()]
     header = ("program", "own size", "called fastest", "regret", "called enough", "regret", "n")
     parts = ["# Batch sizes: the advice compared with a sweep\n", markdown_table(header, rows),
-             f"\nRegret: best throughput of the sweep over that of the recommended size, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
+             f"\nRegret: best throughput of the sweep over the recommended size's, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
     found = [(name, size, f"{a:.3f}", f"{b:.3f}", f"{a / b - 1:+.1%}") for name, entry in programs.items() for size, a, b in kept(entry)]
     if found:
         parts += [markdown_table(("program", "micro-batch", "computed, relative to the own size", "measured with accumulation", "error"), found),

@@ -188,7 +188,7 @@ def page(records: dict[str, list[dict[str, str]]], took: dict[str, float]) -> st
               for how in dict.fromkeys(row["how"] for row in records["power"])]
     table += [line(f"accident: {(kind.__doc__ or 'A file is missing').splitlines()[0].rstrip('.')}",
                    [row for row in records["accidents"] if row["kind"] == kind.__name__]) for kind in KINDS]
-    table.append(line("accidents to every save at once: an error, nothing changed", records["all bad"]))
+    table.append(line("accidents to every checkpoint at once: an error, nothing changed", records["all bad"]))
     loads = Counter((row["kind"], row["outcome"]) for row in records["torch.load"])
     outcomes = ("an error", "loaded correctly", "loaded without an error, but wrong")
     beside = [[kind.__name__.replace("_", " "), *(f"{loads[kind.__name__, outcome]:,}" for outcome in outcomes)] for kind in OF_ONE_FILE]

@@ -83,7 +83,7 @@ def kill(seed: int) -> dict[str, Any]:
         time.sleep(ORPHANS_AFTER_S)
         orphans = left(mark)
         end(mark)
-        folders = [path.name for path in Path(folder).glob("flatout-gang-*")]
+        folders = [path.name for path in Path(folder).glob("flatout-launch-*")]
     return {"seed": seed, "phase": "training" if training else "starting", "after_s": round(after_s, 3), "ran": ran, "processes": len(there),
             "orphans": orphans, "folders_left": len(folders)}
 

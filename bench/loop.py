@@ -63,7 +63,7 @@ def page(found: dict[float, list[dict[str, list[float]]]], missing: list[str]) -
     present = sorted({NEEDS[name] for name in names if NEEDS.get(name)})
     versions = f"Libraries: {', '.join(f'{each} {version(DISTRIBUTIONS.get(each, each))}' for each in present)}.\n" if present else ""
     absent = f"Not installed, not run: {', '.join(missing)}.\n" if missing else ""
-    return f"# The overhead of a training loop\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\n{said}\n{versions}{absent}\n{markdown_table(header, rows)}\n"
+    return f"# Overhead of a training loop\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\n{said}\n{versions}{absent}\n{markdown_table(header, rows)}\n"
 
 
 def _judged(ratio: Ratio) -> str:

@@ -221,7 +221,7 @@ def main() -> None:
     scripts = json.loads((home / "set.json").read_text(encoding="utf-8"))
     only = [word for word in args.only.split(",") if word]
     if unknown := set(only) - {s["name"] for s in scripts}:
-        parser.error(f"{home.name}/set.json has no {', '.join(sorted(unknown))}; choose from  {', '.join(s['name'] for s in scripts)}")
+        parser.error(f"{home.name}/set.json has no {', '.join(sorted(unknown))}; choose from {', '.join(s['name'] for s in scripts)}")
     theme = "transparent" if args.transparent else "open_set"
     facts = look()
     experts = {s["name"]: expert for s in scripts if (expert := expert_plan(s["name"], facts))} if args.experts else {}

@@ -46,7 +46,7 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
                                f"{spell(ratio)} ({lever['how']}, n={lever['n']})" if ratio else "-", lever["reason"]))
     ratios = {name: again for name, entry in scripts.items() if (again := again_of(entry))}
     parts = ["# Public training scripts, tuned\n",
-             "Baseline: the plain script, fresh processes, interleaved. Session: the claim of `flatout tune`; measured again: fresh sets of processes afterwards.\n",
+             "Baseline: the plain script, fresh processes, interleaved. Session: the claim of `flatout tune`; measured again: in later, fresh processes.\n",
              markdown_table(("script", "plan", "plain step", "session", "measured again", "A/A in the session", "guard", "flatout"), rows), ""]
     if ratios:
         worst = min(ratios, key=lambda name: ratios[name]["low"])

@@ -73,7 +73,7 @@ def run(program: Path, arguments: list[str], environment: dict[str, str], isolat
 def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     result, said = run(program, arguments, environment)
     if ("applied nothing" in said) != ("FLATOUT_JOB" in environment):
-        raise SystemExit(f"overhead: {program.name} was attached although it should be plain, or plain although it should be attached; its output:\n{said[-2000:]}")
+        raise SystemExit(f"overhead: {program.name} is attached but should be plain, or plain but should be attached; its output:\n{said[-2000:]}")
     return result
 
 

@@ -141,7 +141,7 @@ def judged(run: dict[str, Any], trace: list[set[str]], weights: set[str] | None,
     if not trace[place] <= weights:
         return {**run, "verdict": "differs", "why": f"weights of another step: {[at for at, each in enumerate(trace) if each <= weights]} instead of {place}"}
     beside = [at for at in (place - events, place + events) if 0 <= at < len(trace) and trace[at] <= weights]
-    return {**run, "verdict": "differs" if beside else "same", "why": f"also the weights of step {beside}" if beside else f"{len(trace[place])} weights, bit for bit"}
+    return {**run, "verdict": "differs" if beside else "same", "why": f"also of step {beside}" if beside else f"{len(trace[place])} weights, bit for bit"}
 
 
 def measure(script: dict[str, Any], home: Path, rng: random.Random) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def page(scripts: dict[str, Any], cost: list[dict[str, Any]]) -> str:
     if cost:
         parts.append("\n## Cost\n\nOne process; blocks without, with, with, without; processor time of a step. Checkpoints: the waiting time of the training "
                      "plus the working time of the writing thread, as a share of the time, at the chosen intervals (goal: at most 1 %).\n")
-        parts.append(markdown_table(("step", "plain, us", "cost of the hooks, us a step", "share of a step", "A/A, us", "rounds", "checkpoints", "share of the time"), [
+        parts.append(markdown_table(("step", "plain, us", "hooks, us a step", "share of a step", "A/A, us", "rounds", "checkpoints", "share of the time"), [
             (each["size"], f"{each['plain_us']:,.0f}", f"{each['cost_us']:+.1f}", f"{each['cost_us'] / each['plain_us']:+.2%}", f"{each['aa_us']:+.1f}",
              len(each["rounds"]), each["saves"], f"{each['share']:.2%}") for each in cost]))
     return "\n".join(parts)

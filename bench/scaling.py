@@ -87,7 +87,8 @@ class Launch:
             try:
                 codes = [rank.wait(timeout_s + LAUNCH_S) for rank in ranks]
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{model} on {world} processes did not end within {timeout_s + LAUNCH_S:.0f} sbecause other programs use this machine; end them or raise --patience") from None
+                raise SystemExit(f"{model} on {world} processes did not end within {timeout_s + LAUNCH_S:.0f} s: the machine is too busy. "
+                                 "End other programs or raise --patience") from None
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -154,8 +155,8 @@ def here_page(programs: dict[str, list[dict[str, Any]]], cores: int) -> str:
             found = [link_of(metadata, world) for metadata in launches]
             links.append((model, world, f"{median(link.bandwidth_bytes_per_s for link in found) / 1e9:.2f} GB/s",
                           f"{median(link.latency_us for link in found):.0f} us", f"{median(link.contention for link in found):.2f}"))
-    header = ("program", "processes", "gradients", "one process", "all, no communication", "with DDP", "error, by cores", "error, beside them", "launches", "turns",
-              "cores used by others")
+    header = ("program", "processes", "gradients", "one process", "all, no communication", "with DDP", "error, by cores", "error, beside them", "launches",
+              "turns", "cores used by others")
     return "\n".join([
         f"## Ranks on this machine, {cores} cores\n", markdown_table(header, rows),
         f"\nThe error is the predicted step over the measured one, minus 1, with a 95 % interval. Goal: within {GOAL_STEP:.0%}. Four processes on two "

@@ -192,7 +192,7 @@ def page(rows: dict[str, list[dict[str, Any]]]) -> str:
     speedups = [program["best"] for program in programs]
     header = f"# Searches on simulated programs\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"
     programs_are = (
-        f"{len(programs)} programs for each row, with {min(p['levers'] for p in programs)} to {max(p['levers'] for p in programs)} values of levers; the best plan is "
+        f"{len(programs)} programs a row, with {min(p['levers'] for p in programs)} to {max(p['levers'] for p in programs)} values of levers; the best plan is "
         f"{np.exp(np.mean(np.log(speedups))):.2f}x (geometric mean; {np.quantile(speedups, 0.1):.2f} to {np.quantile(speedups, 0.9):.2f} in 80 %). "
         f"{sum(p['data'] > 0 for p in programs)} of them wait for data; in {sum(p['work'] > 0 for p in programs)} the work varies from window to window. "
         f"A block takes {BLOCK_S} s, two processes that start together take 1.3 times the time of one, and a compiled program takes 8 s more. "

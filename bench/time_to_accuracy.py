@@ -208,20 +208,20 @@ def rows_of(programs: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     rows = []
     for name, entry in programs.items():
         if entry["status"] != "measured":
-            rows.append((name, "plain stays" if entry["status"] == "plain" else f"failed: {entry['why'][:160]}", *["-"] * 7))
+            rows.append((name, "plain stays" if entry["status"] == "plain" else f"failed: {entry['why'][:160]}", *["-"] * 8))
             continue
         finals = [f"{sum(values) / len(values):.4g} ({min(values):.4g} to {max(values):.4g})" for values in entry["finals"].values()]
         times = [f"{median(values):.0f} s" if None not in values else "not reached" for values in entry["times"]["wall"].values()]
         rows.append((name, entry["plan"], f"{entry['metric']['name']}: {' / '.join(finals)}", "within" if entry["final_ok"] else "**outside**",
                      f"{entry['target']:.4g}: {' / '.join(times)}", spelled(entry.get("wall_ratio")), spelled(entry.get("ratio")),
                      f"{entry['promised']['median']:.2f}x [{entry['promised']['low']:.2f}, {entry['promised']['high']:.2f}]",
-                     "kept" if entry["time_ok"] else "**not kept**"))
+                     "kept" if entry["time_ok"] else "**not kept**", f"{entry['made']['device']}, {entry['made']['date'][:10]}"))
     return rows
 
 
 def page(programs: dict[str, dict[str, Any]], chart_name: str) -> str:
     header = ("program", "plan", "final metric, plain / tuned: mean (range)", "of the plain seeds' spread", "time to the metric, plain / tuned",
-              "faster, whole process", "faster, from the start of training", "promised for a step", f"promise, within {WITHIN:.0%}")
+              "faster, whole process", "faster, from the start of training", "promised for a step", f"promise, within {WITHIN:.0%}", "device")
     measured = [entry for entry in programs.values() if entry["status"] == "measured"]
     checks = [f"Final metric within the spread of the seeds: {sum(entry['final_ok'] for entry in measured)} of {len(measured)}.  ",
               f"Promise kept: {sum(entry['time_ok'] for entry in measured)} of {len(measured)}."]

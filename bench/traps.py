@@ -24,8 +24,8 @@ OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"
 KILLS = {"killed once": ONCE, "killed twice": TWICE, EARLY: BEFORE_ITS_NEXT_SAVE, OWN_PROCESS: ONCE}
 SAFE = ("right", "refused", "from_scratch", "unkilled")
-MEANS = {"right": "resumed exactly", "refused": "rejected with an error", "from_scratch": "started from scratch", "unkilled": "finished before the kill", "WRONG": "**WRONG**",
-         "crashed": "**crashed**"}
+MEANS = {"right": "resumed exactly", "refused": "rejected with an error", "from_scratch": "started from scratch", "unkilled": "finished before the kill",
+         "WRONG": "**WRONG**", "crashed": "**crashed**"}
 
 
 def lived(programs: Programs, name: str, trap: Trap, how: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def page(rows: list[dict[str, Any]]) -> str:
                            [(row["case"], row["what_if"], spell(row["predicted"]), spell(row["measured"]),
                              "-" if row["error"] is None else f"{row['error']:+.1%}",
                              row["why_not"] or ("-" if row["error"] is None else "yes" if abs(row["error"]) <= GOAL else "no")) for row in rows])
-    return f"# What-if bounds and measured speed-ups\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.** n: rounds of one program, and fresh pairs.\n\n{table}"
+    return f"# What-if bounds, checked\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.** n: rounds of one program, and fresh pairs.\n\n{table}"
 
 
 def main() -> int:

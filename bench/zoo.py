@@ -130,7 +130,8 @@ def main() -> None:
         done[name] = {"flatout": made["versions"]["flatout"], "fault": specimen.fault, "codes": list(specimen.codes), "lines": sorted(specimen.lines), **found,
                       "verdict": verdict(specimen, found["ill"])}
         false = [f["rule"] for answer in found["well"].values() for f in answer["findings"] or ()]
-        print(f"{name}: check {done[name]['verdict']['check']}; profile {done[name]['verdict']['profile']}; fixed version {', '.join(false) or 'no finding'}", flush=True)
+        print(f"{name}: check {done[name]['verdict']['check']}; profile {done[name]['verdict']['profile']}; "
+              f"fixed version {', '.join(false) or 'no finding'}", flush=True)
         done = {known: done[known] for known in zoo if known in done}
         write_result("zoo", made, page(done), {"programs": done}, folder=args.out)
     if done:

@@ -8,7 +8,7 @@ from flatout.diagnose.doctor.versions import versions
 
 HEAD = """# What `flatout doctor` looks at
 
-Made by `docs/generate.py` from the checks themselves. [Is my machine set up?](machine.md) tells how to use it.
+Made by `docs/generate.py` from the checks themselves. [Is my machine set up?](../howto/machine.md) tells how to use it.
 
 A check ends as *problem* (training will not start, not use the GPU, or die), *warning* (it costs time, or breaks under load), *note* (worth
 knowing, and may be meant), *ok*, or *not seen*: what could not be looked at is never called fine. Checks of the GPUs are left out where there is none.

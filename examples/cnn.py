@@ -1,7 +1,7 @@
-"""A small CNN with batch normalisation and dropout that tells which part of which photograph a patch was cut from.
+"""A small CNN with batch normalisation and dropout that recognises which part of a photograph a patch shows.
 
-The photographs ship inside scikit-learn (china.jpg, flower.jpg). Patches are cropped, flipped and normalised by torchvision
-transforms, one by one, in the DataLoader; the optimizer is Adam.
+The photographs ship with scikit-learn (china.jpg, flower.jpg). torchvision transforms crop, flip and
+normalise the patches one by one in the DataLoader; the optimizer is Adam.
 """
 
 import argparse
@@ -17,7 +17,10 @@ SIZE, STRIDE = 24, 12
 
 
 class Patches(Dataset):
-    """Patches on a grid over each photograph. The label is one of six: the photograph, and its upper, middle or lower third."""
+    """Patches on a grid over each photograph, with six labels.
+
+    The label is the photograph and its upper, middle or lower third.
+    """
 
     def __init__(self, transform, images=None):
         self.photos = [Image.fromarray(photo) for photo in load_sample_images().images]

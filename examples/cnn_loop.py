@@ -1,4 +1,4 @@
-"""`cnn.py` with the Loop: the same numbers, and batches of any size in parts that fit."""
+"""`cnn.py` with the Loop: the same results, and batches of any size in micro-batches that fit."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""What `make demo` runs: tune a real example on real data, run the job under the plan it found, say where the report is.
+"""The demo of `make demo`: tunes an example on real data, runs it under the plan, prints the report's path.
 
-The example is the program that people start from: torchvision's ResNet-18, PIL transforms, SGD, `.item()` in the loop.
+The example is a common starting point: torchvision's ResNet-18, PIL transforms, SGD, `.item()` in the loop.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ JOB = [sys.executable, str(HERE / "resnet18.py"), "--epochs", "12"]
 
 
 def flatout(*words: str) -> None:
-    """Show a command, run it, and stop the demo where it fails."""
+    """Prints a command and runs it; stops the demo if it fails."""
     print(f"\n$ flatout {' '.join(words)}", flush=True)
     code = subprocess.run([sys.executable, "-m", "flatout", *words], check=False).returncode
     if code:

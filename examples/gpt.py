@@ -1,7 +1,7 @@
 """A character GPT on the language reference that ships with Python (pydoc_data.topics).
 
-No DataLoader: batches are cut from one long tensor. AdamW, gradient clipping, a warm-up of the learning rate set by hand, and
-optional gradient accumulation. The model returns its own loss.
+It uses no DataLoader: batches are slices of one long tensor. AdamW, gradient clipping, a manual warm-up of
+the learning rate, and optional gradient accumulation. The model returns its own loss.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`gpt.py` with the Loop: accumulation by naming the effective batch; clipping and the warm-up of the learning rate at their right places."""
+"""`gpt.py` with the Loop: accumulation from the effective batch size, clipping and learning-rate warm-up."""
 
 import argparse
 from pydoc_data.topics import topics

@@ -1,6 +1,7 @@
 """Linear regression on scikit-learn's diabetes data, with all tensors on the device.
 
-Batches are drawn by index on the device; plain SGD; no DataLoader. A step is so small that only overhead is left to win.
+Batches are selected by index on the device; plain SGD; no DataLoader. A step is so small that overhead
+dominates.
 """
 
 import argparse

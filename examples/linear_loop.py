@@ -1,4 +1,4 @@
-"""`linear.py` with the Loop: the same numbers."""
+"""`linear.py` with the Loop: the same results."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""An LSTM language model on the language reference that ships with Python, trained without an optimizer object.
+"""An LSTM language model on the language reference that ships with Python, without an optimizer object.
 
-The text runs in parallel columns, the hidden state is carried from one piece to the next, gradients are clipped, and the
-update is written by hand.
+The text runs in parallel columns, and the hidden state passes from one piece to the next. Gradients are
+clipped, and the script updates the weights itself.
 """
 
 import argparse

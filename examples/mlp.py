@@ -1,6 +1,6 @@
 """A multilayer perceptron on scikit-learn's handwritten digits.
 
-Tensors in memory, a TensorDataset, AdamW with weight decay: the smallest loop that still looks like everybody's.
+Tensors in memory, a TensorDataset, AdamW with weight decay: a minimal typical training loop.
 """
 
 import argparse

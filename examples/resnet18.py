@@ -1,7 +1,8 @@
 """ResNet-18 on scikit-learn's handwritten digits, drawn as 32x32 RGB images.
 
-The usual recipe for small images: PIL images, per-item augmentation in a Dataset, a DataLoader, SGD with momentum, a cosine
-schedule, accuracy after each epoch. The data set ships inside scikit-learn; nothing is downloaded.
+A typical recipe for small images: PIL images, per-item augmentation in a Dataset, a DataLoader, SGD with
+momentum, a cosine schedule, accuracy after each epoch. The data set ships with scikit-learn; nothing is
+downloaded.
 """
 
 import argparse

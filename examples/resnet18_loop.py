@@ -1,4 +1,4 @@
-"""`resnet18.py` with the Loop: the same numbers; evaluation stays yours, between two steps."""
+"""`resnet18.py` with the Loop: the same results; the script still evaluates between two steps."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Tensors on a device: made there, moved there, computed with, and brought back when a number is wanted."""
+"""Tensors on a device: creating, moving and computing them, and reading a number back."""
 
 import argparse
 
@@ -13,9 +13,9 @@ def main():
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    matrix = torch.randn(args.size, args.size, device=device)  # made on the device: nothing is copied
+    matrix = torch.randn(args.size, args.size, device=device)  # created on the device: nothing is copied
     matrix = (matrix @ matrix.T) / args.size + torch.eye(args.size, device=device)
-    wanted = torch.arange(args.size, dtype=torch.float32).to(device)  # made on the host, copied once
+    wanted = torch.arange(args.size, dtype=torch.float32).to(device)  # created on the host, copied once
 
     found = torch.zeros(args.size, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([found], lr=0.1, momentum=0.9)
@@ -25,7 +25,7 @@ def main():
         loss.backward()
         optimizer.step()
         if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)  # .item() waits for the device: now and then, not each step
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)  # .item() waits for the device, so not in each step
 
 
 if __name__ == "__main__":

@@ -238,6 +238,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="not run: there is no CUDA device here"))
 
 
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.spawn", "os.system"}
+STARTED: list[str] = []
+
+
+def _note_start(event: str, args: tuple) -> None:
+    if event in STARTS:
+        STARTED.append(event)
+
+
+sys.addaudithook(_note_start)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    STARTED.clear()
+
+
+@pytest.fixture(autouse=True)
+def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`make quick` runs the tests that start no process; this says which ones need the marker.
+
+    FLATOUT_TESTS_THAT_START=FILE collects them instead of failing.
+    """
+    yield
+    if not STARTED or request.node.get_closest_marker("processes"):
+        return
+    if place := os.environ.get("FLATOUT_TESTS_THAT_START"):
+        with open(place, "a", encoding="utf-8") as file:
+            file.write(f"{request.node.nodeid}\n")
+    else:
+        pytest.fail(f"it starts a process ({STARTED[0]}): mark it `processes`", pytrace=False)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The garbage collector skips objects that modules hold for ever: with torch they take 0.4 s each time,
     in most of the tests.

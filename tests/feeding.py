@@ -1,4 +1,7 @@
-"""Programs that take batches from real DataLoaders: run plainly, and with levers of the data path in a real training context; then compared."""
+"""Programs that take batches from real DataLoaders, run plainly and with levers of the data path, then compared.
+
+The levers run in a real training context.
+"""
 
 from __future__ import annotations
 

@@ -160,8 +160,8 @@ def page(found: list[dict[str, Any]]) -> str:
                          f"{peak / 2**20:.4g}" if peak is not None else "-"))
     return "\n".join([
         f"# Ranks on one GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
-        markdown_table(("configuration", f"compared with one process (at most {SAME:g})", "error of the first gradient", "error of the losses", "weights, MiB", "gradients, MiB",
-                        "optimizer state, MiB", "allocator's peak, MiB"), rows), "",
+        markdown_table(("configuration", f"compared with one process (at most {SAME:g})", "error of the first gradient", "error of the losses",
+                        "weights, MiB", "gradients, MiB", "optimizer state, MiB", "allocator's peak, MiB"), rows), "",
         f"GPT-2 124M (a tiny one with --smoke), float32, AdamW, {STEPS} steps. Memory that each rank holds, and its own peak; two ranks share the device.", ""])
 
 

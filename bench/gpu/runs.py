@@ -154,7 +154,7 @@ def last(text: str) -> str:
 def page(results: list[Result]) -> str:
     rows = [(each.what, each.program, f"{each.seconds:.0f}", f"**{each.outcome}**" if each.outcome in ("failed", "other lines") else each.outcome, each.words)
             for each in results]
-    return f"# {TITLE}\n\n{(__doc__ or '').split(chr(10), 4)[4].strip()}\n\n" + markdown_table(("test", "program", "seconds", "outcome", "message"), rows) + "\n"
+    return f"# {TITLE}\n\n{(__doc__ or '').split(chr(10), 4)[4].strip()}\n\n" + markdown_table(("test", "program", "seconds", "outcome", "notes"), rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
             "same": not failed and plain.read_text() == again.read_text()}
 
 
-# -- what a save costs ---------------------------------------------------------------------------------------
+# -- the cost of checkpoints 
 
 
 def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""One process under `flatout run --resume` in which what is recorded is taken off and put on again: what the journal costs, without the luck of two processes.
+"""Measures the cost of the journal in one process under `flatout run --resume`, with recording off and on.
 
-As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step, in turns as often as --reads says. Prints one JSON line: for each of
-these the median step of each block in microseconds of its thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
+One process avoids the process-to-process variation. As `rescue_cost.py`, with batches from a DataLoader and a
+loss that each step reads, interleaved for each count in --reads. Prints one JSON line. For each count: the
+median step of each block in microseconds of its thread's processor time (all of flatout off, on, on, off),
+and the entries and bytes of the journal a step.
 """
 
 import argparse

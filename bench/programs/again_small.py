@@ -1,4 +1,4 @@
-"""A small model that trains for very many steps on data in memory: going through them again costs what this Python costs."""
+"""A small model that trains for many steps on data in memory: a replay of it costs only Python time."""
 
 import torch
 from torch import nn

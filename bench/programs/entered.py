@@ -1,7 +1,8 @@
-"""How long flatout's own code is at work before a program's first line after `import torch`. Prints one JSON line.
+"""Measures how long flatout's own code runs before a program's first line after `import torch`.
 
-Started with `python -I`, so that flatout does not come in by itself, in the environment of `flatout run`: it is let in here, by the
-same file, with a clock beside it. What flatout imports and torch would have imported anyway counts as flatout's.
+Prints one JSON line. `python -I` starts it in the environment of `flatout run`, which disables flatout. The
+program then loads flatout with the same file, and times it. Modules that flatout imports count as flatout's,
+even if torch would import them anyway.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""One rank of the programs that bench/exchange.py asks about: `comparison` times ways to exchange gradients in turns, `course` trains a small real problem.
+"""One rank of bench/exchange.py: `comparison` times gradient exchanges, `course` trains a small real problem.
 
-Arguments: a JSON file that says what to do, and a folder; rank 0 writes result.json there. Started by flatout's own gang.
+Arguments: a JSON file with the settings, and a folder; rank 0 writes result.json there. flatout's own local
+launcher starts it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CLOCK = HostClock()
 
 
 class Exposed(Listener):
-    """How long each backward pass waited for its exchange, and what it handed over."""
+    """The waiting time of each backward pass for its exchange, and the sent bytes."""
 
     def __init__(self) -> None:
         self.waits_ms: list[float] = []
@@ -45,7 +46,7 @@ class Exposed(Listener):
 
 
 def entered(here: RankEnvironment, value: Any = None) -> tuple[TrainingContext, Exposed, Ledger]:
-    """What a run with several ranks has in place. ``value`` is one for local_sgd."""
+    """The state of a run with several ranks. ``value`` is one for local_sgd."""
     ledger, exposed = Ledger(), Exposed()
     context = TrainingContext(torch, exposed, ledger)
     divided = DataParallelScript(torch, context, here, SplitSettings(), ledger)
@@ -58,7 +59,10 @@ def entered(here: RankEnvironment, value: Any = None) -> tuple[TrainingContext, 
 
 
 def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
-    """Rounds of A B B A for each pair of sides, in this pair of ranks. Milliseconds of each pass, and of its waiting."""
+    """Runs rounds of A B B A for each pair of sides, in this pair of ranks.
+
+    Returns the milliseconds of each pass, and of its waiting.
+    """
     context, exposed, ledger = entered(here)
     torch.manual_seed(0)
     layers = [each for _ in range(job["layers"]) for each in (nn.Linear(job["width"], job["width"]), nn.ReLU())]
@@ -109,7 +113,10 @@ def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
 
 
 def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
-    """Held-out loss of an MLP on scikit-learn's digits, every so many steps, for each side and seed. Evaluating brings the ranks together."""
+    """Returns the held-out loss of an MLP on scikit-learn's digits at regular steps, for each side and seed.
+
+    Each evaluation synchronises the ranks.
+    """
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -1,6 +1,7 @@
-"""Trainings with `flatout.Loop` in which memory runs out at one place: ``faults.py PHASE EVERY|MIB RANK FOLDER``. One JSON record a line.
+"""Trainings with `flatout.Loop` that run out of memory at one place.
 
-Read by bench/loop_faults.py, where the verdicts are explained.
+Usage: ``faults.py PHASE EVERY|MIB RANK FOLDER``. Prints one JSON record a line. bench/loop_faults.py reads
+them and explains the verdicts.
 """
 
 import gc
@@ -22,7 +23,7 @@ from flatout.plan.errors import LoopError
 PHASE, EVERY, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 STEPS, SAMPLES, AT, MOST = 4, 8, 2, 2000
 ENGINE = torch.autograd.Variable._execution_engine
-EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # inside an exchange: tried apart, it ends all ranks
+EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # inside an exchange: tested separately, it ends all ranks
 
 
 class Injector(TorchDispatchMode):
@@ -85,7 +86,8 @@ MODELS = {"perceptron": (perceptron, classes), "convolution": (convolutional, cl
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
               "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)}
 DTYPES = {"float64": torch.float64, "bf16-master": torch.bfloat16}
-# Adam's first step divides each gradient by its own size, so that the rounding of the smallest ones counts in full; a wrong step is off by far more.
+# Adam's first step divides each gradient by its own size, so the rounding of the smallest ones counts fully.
+# A wrong step has a far larger error.
 TIGHT = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.1, "fp16": 0.1, "bf16-master": 0.1}  # distance over how far the weights have moved
 CASES = [("perceptron", "SGD", "float64", 0), ("perceptron", "AdamW", "float32", 1), ("convolution", "AdamW", "float64", 0), ("GRU", "SGD", "float64", 1),
          ("attention", "AdamW, foreach", "float64", 0), ("convolution", "SGD", "bf16", 0), ("perceptron", "SGD", "fp16", 1),
@@ -100,7 +102,7 @@ def live_bytes():
 
 
 def train(case, number=-1, at=AT, rank=0):
-    """Weights after each step; parts of each; what it was ended by; where memory ran out; outputs of failed attempts that live on."""
+    """Returns weights after each step, parts of each, the error, the failed operator, and leaked outputs."""
     name, optimizer, precision, seed = case
     make, kind = MODELS[name]
     dtype = DTYPES.get(precision, torch.float32)
@@ -156,7 +158,7 @@ def train(case, number=-1, at=AT, rank=0):
 
 
 def apart(ours, theirs):
-    """The largest distance over the steps, relative to how far the undisturbed weights have moved; whether every bit is the same."""
+    """Returns the largest distance over the steps, relative to the undisturbed movement, and equality."""
     start = torch.cat([p.flatten() for p in theirs[0]])
     worst, same = 0.0, True
     for x, y in zip(ours, theirs, strict=True):
@@ -169,7 +171,7 @@ def apart(ours, theirs):
 def judged(case, reference, seen):
     weights, parts, words, _, alive = seen
     if words:
-        good = PHASE == "optimizer" and ("half a step" in words or "before it had moved" in words)
+        good = PHASE == "optimizer" and ("half a step" in words or "before it changed" in words)
         return ("refused" if good else "wrong"), words[:200]
     if len(weights) != len(reference):
         return "wrong", f"{len(weights) - 1} steps in the place of {len(reference) - 1}"
@@ -214,7 +216,7 @@ def campaign(cases, moments):
 
 
 def real():
-    """The address space ends; the allocator says so itself."""
+    """Limits the address space until the allocator itself fails."""
 
     def trained(limit):
         torch.manual_seed(0)

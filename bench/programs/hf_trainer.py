@@ -1,7 +1,8 @@
-"""A small GPT of the transformers library on bytes of a text, trained by its Trainer: ``hf_trainer.py --data FOLDER [--seed N] [--steps N]``.
+"""A small GPT of the transformers library on bytes of a text, trained by its Trainer.
 
-FOLDER has ``train.txt`` and ``valid.txt``. The model is made from a config and a byte is a token, so nothing is downloaded. The Trainer prints the
-evaluation's loss every ``--every`` steps.
+Usage: ``hf_trainer.py --data FOLDER [--seed N] [--steps N]``. FOLDER has ``train.txt`` and ``valid.txt``. The
+model comes from a config and a byte is a token, so nothing is downloaded. The Trainer prints the evaluation's
+loss every ``--every`` steps.
 """
 
 import argparse

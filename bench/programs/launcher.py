@@ -1,6 +1,8 @@
-"""A rank of bench/launcher.py: ``launcher.py train`` trains for ever with a loader worker, ``launcher.py fail VICTIM KIND MOMENT FOLDER`` fails on one rank.
+"""A rank of bench/launcher.py: it trains for ever, or fails on one rank.
 
-Written for several ranks by hand (FLATOUT_RANK, a file to meet at), so that nothing but the launcher is measured.
+``launcher.py train`` trains for ever with a loader worker, ``launcher.py fail VICTIM KIND MOMENT FOLDER``
+fails on one rank. The ranks use FLATOUT_RANK and a rendezvous file directly, so that only the launcher is
+measured.
 """
 
 import os
@@ -31,7 +33,7 @@ def fail(kind, folder):
 
 
 def failing(victim, kind, moment, folder):
-    """``moment`` is "early" (before the ranks have met: the others wait at the file) or a number of steps."""
+    """``moment`` is "early" (before the rendezvous: the others wait at the file) or a number of steps."""
     if moment == "early" and int(victim) == RANK:
         fail(kind, folder)
     torch, distributed = join()

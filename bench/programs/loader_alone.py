@@ -1,6 +1,6 @@
-"""A loader without a model, that is read when told to: a line ``N`` on standard input reads N batches and answers the seconds it took.
+"""A loader without a model: a line ``N`` on standard input reads N batches and prints the seconds.
 
-Batches that workers had ready are read before the clock starts.
+It reads batches that workers have prepared before the clock starts.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def spdl(data, transform, workers):
 
 
 def kornia(data, transform, workers):
-    """By hand: bytes are gathered in batches, kornia transforms them. Its random numbers are others."""
+    """Gathers bytes in batches, and kornia transforms them. Its random numbers differ."""
     from kornia import augmentation
 
     images, labels = torch.from_numpy(data.data), torch.tensor(data.targets)

@@ -1,8 +1,11 @@
-"""One training step driven by different loops, in one process, block by block in turns. Prints one JSON object: name -> milliseconds a step of each block.
+"""One training step run by different loops in one process, interleaved block by block.
+
+Prints one JSON object: name -> milliseconds a step of each block.
 
     python loops.py WIDTH LAYERS BATCH BLOCK_STEPS ROUNDS NAME [NAME...]
 
-Each contestant has its own copy of one model, AdamW and the same list of batches. It is asked for steps; what it does between them is its own.
+Each candidate has its own copy of one model, AdamW and the same list of batches, and runs the requested
+steps.
 """
 
 import contextlib
@@ -61,7 +64,7 @@ def flatout_loop():
 
 
 def flatout_safe():
-    """With everything on that a careful person would have: clipping, a scheduler."""
+    """A complete raw loop: with clipping and a scheduler."""
     from flatout import Loop
 
     model, optimizer = make()
@@ -111,7 +114,7 @@ def fabric():
 
 
 def threaded(run):
-    """Steps of a loop that cannot be suspended: it runs in a thread and waits after each block for the next one."""
+    """Steps of a loop that cannot be suspended: a thread runs it and waits after each block for the next."""
     import threading
 
     go, done = threading.Semaphore(0), threading.Semaphore(0)

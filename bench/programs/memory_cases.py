@@ -60,7 +60,7 @@ class Lstm(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two halvings and two doublings of the image, with what was there before laid beside."""
+    """Halves and doubles the image twice, with skip connections."""
 
     def __init__(self, width=24):
         super().__init__()

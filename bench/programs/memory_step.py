@@ -1,10 +1,12 @@
-"""One model, and ways of saving memory switched on and off around it: bytes and times. Prints one JSON object.
+"""One model with memory-saving methods switched on and off: bytes and times. Prints one JSON object.
 
-    python memory_step.py '{"width": 256, "layers": 8, "heads": 8, "context": 128, "batch": 16, "rounds": 6, "steps": 1}'
+    python memory_step.py '{"width": 256, "layers": 8, "heads": 8, "context": 128, "batch": 16, "rounds": 6,
+    "steps": 1}'
 
-``saved_bytes`` is what the forward pass leaves alive for the backward pass, ``peak_bytes`` the most above the start of the step until its end; gradients
-exist before it. ``accumulation`` holds the most bytes that autograd keeps at any moment of a step of the Loop in so many micro-batches. ``rounds`` of 0
-measure bytes alone.
+``saved_bytes`` is what the forward pass leaves alive for the backward pass, ``peak_bytes`` the most above the
+start of the step until its end; gradients exist before it. ``accumulation`` holds the most bytes that
+autograd keeps at any moment of a step of the Loop in so many micro-batches. ``rounds`` of 0 measure bytes
+alone.
 """
 
 import json
@@ -60,7 +62,7 @@ class Bench:
         self.optimizer.step()
 
     def switched(self, point):
-        """Switched on, and run until every place has been tried; what takes it off."""
+        """Applies the method and runs it until all its choices are made; returns what removes it."""
         if point is None:
             return lambda: None
         name, value = point
@@ -114,7 +116,7 @@ class Bench:
         return iter(Loop(self.model, self.optimizer, lambda model, batch: model(*batch)[1], batches(), micro_batch=micro_batch, reduction="mean"))
 
     def kept(self, loop):
-        """The most bytes that autograd keeps at any moment of a step, beside parameters and the batch."""
+        """Returns the maximum bytes that autograd keeps during a step, without parameters and the batch."""
         known = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.batch)}
         live, seen = {}, {"now": 0, "most": 0}
 

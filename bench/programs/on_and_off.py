@@ -1,7 +1,8 @@
-"""One process in which flatout rests, is taken off, and put on again: what its resting hooks cost, without the luck of two processes.
+"""Measures the cost of flatout's inactive hooks in one process, with flatout detached and attached.
 
-Started as `flatout run` starts a program. After the warm-up, rounds of four blocks of steps: off, on, on, off. Prints one JSON
-line: for each round the median step of its blocks, in microseconds.
+One process avoids the process-to-process variation. It starts as `flatout run` starts a program. After the
+warm-up, it runs rounds of four blocks of steps: off, on, on, off. Prints one JSON line: for each round the
+median step of its blocks, in microseconds.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from step_loop import make, steps
 from flatout.capture.training_context import TrainingContext
 from flatout.cli.live_line import StepCounters
 
-BLOCK_S = 0.004  # short, so that what the machine does meanwhile hits all four blocks alike
+BLOCK_S = 0.004  # short, so that disturbances affect all four blocks equally
 FEWEST_STEPS = 5
 
 

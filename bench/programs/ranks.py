@@ -1,12 +1,14 @@
-"""One rank of a small training, with gloo over the loopback: what a step takes alone, among neighbours, and when gradients are summed; and the links.
+"""One rank of a small training, with gloo over the loopback: step times in several settings, and link speeds.
 
     python ranks.py MODEL RANK WORLD STORE OUT [--turns N] [--steps N] [--patience S]
 
-Rank 0 writes OUT, JSON. All-reduces of several sizes are timed, and computing beside one. Then blocks of steps take turns: ``alone`` (rank 0 trains a model of
-its own, the others wait), ``quiet`` (all train and nothing is sent, under ``no_sync``), ``sent`` (DistributedDataParallel as it is). One thread a process.
+Rank 0 writes OUT, JSON. It times all-reduces of several sizes, and computing during one. Then blocks of steps
+are interleaved: ``alone`` (rank 0 trains a separate model, the others wait), ``quiet`` (all train without
+communication, under ``no_sync``), ``sent`` (plain DistributedDataParallel). Each process uses one thread.
 
-Each begins when nobody else uses the machine, and says how many cores others used meanwhile; so many turns are made until N were calm, or time is up. With a
-patience of 0 there are N turns, whoever else is there.
+Each block starts when no other program uses the machine, and records how many cores others used meanwhile.
+Turns repeat until N were undisturbed, or the time is over. With a patience of 0 there are N turns, whatever
+else runs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ KINDS = ("alone", "quiet", "sent")
 
 
 class Block(nn.Module):
-    """A transformer block without a mask: what it learns is nobody's concern here."""
+    """A transformer block without a mask; the benchmark ignores what it learns."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,14 +51,14 @@ class Block(nn.Module):
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Many parameters for what it computes: 17 MB of gradients."""
+    """Many parameters for little computation: 17 MB of gradients."""
     width = 1024
     return (nn.Sequential(nn.Linear(512, width), nn.ReLU(), *[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())],
                           nn.Linear(width, 512)), torch.randn(64, 512), torch.randint(512, (64,)))
 
 
 def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Few parameters for what it computes: 4.3 MB of gradients."""
+    """Few parameters for its computation: 4.3 MB of gradients."""
     layers: list[nn.Module] = []
     for inside, outside in ((3, 64), (64, 128), (128, 256), (256, 256)):
         layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.GroupNorm(8, outside), nn.ReLU(), nn.MaxPool2d(2)]
@@ -106,7 +108,7 @@ class Steps:
         dist.barrier()
         passed, used = time.perf_counter() - start, torch.tensor([time.process_time() - own])
         machine = machine_s() - machine
-        dist.all_reduce(used)  # so that all ranks come to the same number, and decide the same
+        dist.all_reduce(used)  # so that all ranks get the same number, and decide the same
         others = torch.tensor([max(0.0, machine - float(used)) / passed])
         dist.broadcast(others, 0)
         return {"ms": found, "others": float(others)}
@@ -117,13 +119,13 @@ def is_calm(turn: dict[str, dict[str, object]]) -> bool:
 
 
 def machine_s() -> float:
-    """Seconds that all cores together were busy: all but idle and waiting for a disk (proc(5), /proc/stat)."""
+    """Returns the busy seconds of all cores together: all but idle and disk wait (proc(5), /proc/stat)."""
     times = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(times) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_calm(until: float) -> bool:
-    """All ranks together, until nobody else has used the machine for a moment. False where that did not happen in time."""
+    """Waits on all ranks until other programs stop using the machine. Returns False on a timeout."""
     calm, late = torch.zeros(1), False
     while not late:
         if dist.get_rank() == 0:
@@ -142,7 +144,7 @@ def wait_for_calm(until: float) -> bool:
 
 
 def sweep() -> dict[str, object]:
-    """Milliseconds of all-reduces by size, and the share of a core that one takes from computing beside it."""
+    """Returns milliseconds of all-reduces by size, and the share of a core that one takes from computing."""
     machine, own, start_s, times = machine_s(), time.process_time(), time.perf_counter(), {}
     for size in SIZES_BYTES:
         tensor = torch.zeros(size // 4)
@@ -163,7 +165,7 @@ def sweep() -> dict[str, object]:
         return 1e3 * (time.perf_counter() - start)
 
     compute(20)
-    rounds = max(20, int(2.5 * times[SIZES_BYTES[-1]] / (compute(100) / 100)))  # longer than the all-reduce beside it
+    rounds = max(20, int(2.5 * times[SIZES_BYTES[-1]] / (compute(100) / 100)))  # longer than the simultaneous all-reduce
     shares = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -198,11 +200,11 @@ def main() -> None:
     alone, together = Steps(copy.deepcopy(module), x, y), Steps(DistributedDataParallel(module), x, y)
     steps = {"alone": alone, "quiet": together, "sent": together}
     for kind in KINDS:
-        steps[kind].block(kind, WARM_STEPS)  # DDP makes its buckets anew after the first step
+        steps[kind].block(kind, WARM_STEPS)  # DDP rebuilds its buckets after the first step
     until = time.perf_counter() + asked.timeout
     sweeps: list[dict[str, object]] = []
     turns: list[dict[str, dict[str, object]]] = []
-    # Where it never becomes calm there are a sweep and a turn all the same: their blocks say so.
+    # A machine that is never idle still gives one sweep and one turn; their blocks record the disturbance.
     def go_on() -> bool:
         if not asked.timeout:
             return len(turns) < asked.turns

@@ -1,8 +1,9 @@
-"""One process under `flatout run --rescue` in which what hears its steps is taken off and put on again: what keeping costs, without the luck of two processes.
+"""Measures the cost of checkpoints in one process under `flatout run --rescue`, with the hooks off and on.
 
-Rounds of four blocks of steps: off, on, on, off; no save is made meanwhile. Then it trains with saves at their intervals. Prints one JSON line: the median
-step of each block, in microseconds of its thread's processor time, and the share of the time that saves took: what the training waited and what the writing
-thread worked.
+One process avoids the process-to-process variation. It runs rounds of four blocks of steps: off, on, on, off,
+without checkpoints. Then it trains with checkpoints at their intervals. Prints one JSON line: the median step
+of each block, in microseconds of its thread's processor time, and the share of the time for checkpoints: the
+waiting of the training plus the work of the writing thread.
 """
 
 import argparse
@@ -21,7 +22,7 @@ NEVER = 10**12
 
 
 class Switch:
-    """Flatout as it is while a script trains, or nothing of it."""
+    """Switches flatout between its normal state during a training and none at all."""
 
     def __init__(self, rescue):
         self.rescue, self.context = rescue, rescue.context
@@ -46,7 +47,7 @@ class Switch:
 
 
 def steps(model, optimizer, data, fewest):
-    """Processor time of each step, in seconds: who else is on the machine moves it little."""
+    """Returns the processor time of each step in seconds, which other processes affect little."""
     lengths, before = [], time.thread_time()
     while len(lengths) < fewest:
         optimizer.zero_grad()

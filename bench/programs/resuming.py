@@ -1,6 +1,7 @@
-"""One life of a small training with `flatout.Loop` and ``checkpoint_dir=``, in a process forked from one that has torch: it begins or goes on, and may be killed.
+"""One start of a training with `flatout.Loop` and ``checkpoint_dir=``: it may resume, and may be killed.
 
-What it has done is told through shared memory, which outlives it: how many steps, and from which it went on.
+A process that has imported torch forks it. Shared memory, which outlives it, holds the number of its steps,
+and the step from which it resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OPTIMIZERS = ("AdamW", "SGD", "RMSprop")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is drawn by a seed. ``every``: 0 leaves the interval to the Loop."""
+    """A setting drawn from a seed. ``every``: 0 leaves the interval to the Loop."""
 
     seed: int
     workers: int
@@ -48,7 +49,7 @@ class Setting:
 
 
 def drawn(seed: int, spawn: bool) -> Setting:
-    """``spawn``: whether loader workers may be spawned, which costs an import of torch for each of them in every life."""
+    """Draws a setting. ``spawn``: whether loader workers may be spawned; each of them imports torch."""
     draw = random.Random(seed)
     workers = draw.choice((0, 0, 2, 4))
     start = draw.choice(("fork", "fork", "fork", "spawn")) if spawn and workers else "fork"
@@ -85,7 +86,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 
 class Told:
-    """Two numbers a rank, in memory that the parent shares: steps done, and the step gone on from (-1: begun anew)."""
+    """Two numbers a rank, in memory shared with the parent: steps done, and the resumed step (-1: none)."""
 
     def __init__(self, ranks: int) -> None:
         self._memory = mmap.mmap(-1, 16 * ranks)
@@ -98,7 +99,10 @@ class Told:
 
 
 def live(setting: Setting, folder: Path, store: str, rank: int, metadata: Told) -> str:
-    """Trains to the end, and gives the SHA-256 of weights, optimizer, average and random states. ``store``: a file where two ranks meet."""
+    """Trains to the end and returns the SHA-256 of weights, optimizer, average and random states.
+
+    ``store``: the rendezvous file of two ranks.
+    """
     warnings.filterwarnings("ignore", "This DataLoader will create")
     if setting.ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks)

@@ -1,7 +1,7 @@
-"""A small convolutional network on images that lie in memory as bytes and come through torchvision's transforms, as every tutorial has it.
+"""A small convolutional network on images in memory, stored as bytes, with torchvision's transforms.
 
-``--same-batch`` trains on one batch that is ready, again and again: as fast as any loader could let it be. ``--root`` takes torchvision's CIFAR-10
-from a folder in place of noise.
+``--same-batch`` trains on one preloaded batch again and again, which is the limit for any loader. ``--root``
+takes torchvision's CIFAR-10 from a folder instead of noise.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""A task module that computes its own label-smoothed loss by hand from log_softmax, over an attention network on short sequences.
+"""A task module that computes its own label-smoothed loss from log_softmax, over an attention network.
 
-A sequence of numbers is to be told backwards, one of them wrong now and then. The metric at the end is the share of numbers that are told right.
+The task is to reverse a sequence of numbers with occasional errors. The final metric is the share of correct
+numbers.
 """
 
 import argparse

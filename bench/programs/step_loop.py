@@ -1,4 +1,4 @@
-"""A training loop that does nothing but steps; as a program, it prints how many layers make a step of --calibrate MS. Knows nothing of flatout."""
+"""A training loop of plain steps; as a program, it prints how many layers a step of --calibrate MS has."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def make(layers, width):
 
 
 def steps(model, optimizer, data, seconds=0.0, fewest=20):
-    """The length of each step, in seconds, over at least this time and so many steps."""
+    """Returns the length of each step in seconds, over at least this time and number of steps."""
     lengths, start = [], time.perf_counter()
     before = start
     while before - start < seconds or len(lengths) < fewest:

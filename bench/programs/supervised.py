@@ -1,5 +1,7 @@
-"""The program of bench/supervise.py: a small training that saves and goes on by itself, with a fault, with jitter, on and off the pulse, or with a Loop.
-Knows nothing of flatout but where one of the last two is asked for."""
+"""The program of bench/supervise.py: a small training with checkpoints that resumes by itself.
+
+It runs with a fault, with jitter, with and without heartbeat, or with a Loop. Only the last two use
+flatout."""
 
 import argparse
 import ctypes
@@ -30,7 +32,7 @@ class Data(torch.utils.data.Dataset):
 
 
 def strike(fault):
-    """Once: a file remembers it, with the moment."""
+    """Returns True once: a file records it, with the time."""
     try:
         with open("struck", "x") as out:
             out.write(str(time.monotonic()))
@@ -73,7 +75,7 @@ def save(model, speed, done):
 
 
 def fault(kind, where, at):
-    """200 steps with one fault in them; on SIGTERM the step is finished and saved."""
+    """Runs 200 steps with one fault; on SIGTERM it finishes the step and saves a checkpoint."""
     model, speed = make()
     begin, asked = 0, []
     if Path("last.pt").exists():
@@ -84,7 +86,7 @@ def fault(kind, where, at):
     if kind == "metadata":
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     loader = torch.utils.data.DataLoader(Data(kind, at * 8) if where == "worker" else Data(), batch_size=8, num_workers=2 if where == "worker" else 0)
-    batches = iter(loader) if where == "worker" else None  # beginning one draws a random number
+    batches = iter(loader) if where == "worker" else None  # creating one consumes a random number
     for done in range(begin, 200 if kind != "metadata" else 10**9):
         batch = next(batches) if where == "worker" else torch.randn(8, 8)
         if where == "main" and done == at:
@@ -101,7 +103,10 @@ def fault(kind, where, at):
 
 
 def jitter(seed, seconds, compiles):
-    """Steps of 5 ms to 1 s, pauses of up to 7 s, evaluations of 12 to 45 s without a sign of life, as long between epochs, recompilation where asked."""
+    """Runs steps of 5 ms to 1 s with pauses of up to 7 s, and recompilation on request.
+
+    Evaluations of 12 to 45 s, and gaps as long between epochs, show no progress.
+    """
     draw, (model, speed) = random.Random(seed), make()
     end = time.monotonic() + seconds
     loader = torch.utils.data.DataLoader(Data(), batch_size=80, num_workers=seed % 3)
@@ -137,7 +142,10 @@ def jitter(seed, seconds, compiles):
 
 
 def on_and_off(seconds, layers):
-    """Rounds of four blocks of steps: without the pulse's hooks, with, with, without. Of 24 layers a step takes about 5 ms."""
+    """Runs rounds of four blocks of steps: without the heartbeat's hooks, with, with, without.
+
+    With 24 layers, a step takes about 5 ms.
+    """
     from flatout.capture import heartbeat
 
     torch.manual_seed(0)
@@ -174,7 +182,7 @@ def on_and_off(seconds, layers):
 
 
 def goodput(seconds):
-    """So long a training with `flatout.Loop`, in as many lives as it takes. Each step leaves its number and how long it took."""
+    """Trains with `flatout.Loop` for the given time, over any number of starts; records each step time."""
     import flatout
 
     flatout.seed(0)

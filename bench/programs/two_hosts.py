@@ -1,7 +1,8 @@
-"""A small training over ranks by torch's own means (DDP over gloo), which reads FLATOUT_* and goes on from its last save.
+"""A small training over ranks by torch's own means (DDP over gloo), which reads FLATOUT_* and resumes.
 
-Arguments: a folder that all ranks see, and the number of steps. Each rank writes a line a step; rank 0 saves every fifth step.
-The group's timeout is torch's own half an hour: what ends a wait here is not the group.
+Arguments: a folder that all ranks can access, and the number of steps. Each rank writes a line a step; rank 0
+saves a checkpoint every fifth step. The group keeps torch's own timeout of half an hour, so it ends no wait
+here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small programs with one dear thing each; with --without that thing is really gone. Knows nothing of flatout.
+"""Small programs with one expensive part each; --without really removes that part. Independent of flatout.
 
     python what_if.py CASE [--without]
 """
@@ -141,7 +141,7 @@ def logged(without):
 
 
 def collecting(without):
-    """Many objects alive, and many new ones each step: the collector walks them all again and again."""
+    """Keeps many objects alive and creates many in each step, so the collector visits them all repeatedly."""
     alive = [{"number": number, "list": [number]} for number in range(300_000)]
     if without:
         gc.disable()

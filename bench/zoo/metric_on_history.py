@@ -1,6 +1,6 @@
 """A classifier with a running accuracy.
 
-fault: the accuracy is computed anew over all answers so far, so that each step takes longer
+fault: the accuracy is computed again over all answers so far, so that each step takes longer
 codes: FL170 FL251
 """
 import torch

@@ -1,6 +1,6 @@
 """Sentences of many lengths under torch.compile.
 
-fault: every length is compiled anew, since dynamic shapes are forbidden
+fault: every length is compiled again, since dynamic shapes are forbidden
 codes: FL155
 """
 import random

@@ -1,6 +1,6 @@
 """Training with a decaying learning rate.
 
-fault: the scheduler is made anew in each epoch, so that it never leaves its beginning
+fault: the scheduler is created again in each epoch, so that it never leaves its beginning
 codes: FL053
 """
 import torch

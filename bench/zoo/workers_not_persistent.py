@@ -1,6 +1,6 @@
 """Very short epochs with workers.
 
-fault: the workers are started anew for each epoch of sixteen batches
+fault: the workers are started again for each epoch of sixteen batches
 codes: FL108
 """
 import torch

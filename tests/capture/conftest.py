@@ -1,4 +1,4 @@
-"""A training context in this very process: installed for one test, taken out again after it."""
+"""A training context in this very process, installed for one test and removed after it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flatout.capture.listener import Listener
 from flatout.capture.training_context import TrainingContext
 
 
-class Ear(Listener):
-    """Writes down what it hears."""
+class RecordingListener(Listener):
+    """Records the events that it observes."""
 
     wants_phases = True
 
@@ -50,17 +50,17 @@ class Ear(Listener):
 
 @pytest.fixture
 def enter():
-    """``scene, ear = enter()``: installs a training context; the ledger takes it out when the test ends."""
+    """``context, probe = enter()`` installs a training context; the ledger removes it when the test ends."""
     torch = pytest.importorskip("torch")
     ledgers = []
 
     def install():
         ledgers.append(Ledger())
-        probe = Ear()
+        probe = RecordingListener()
         context = TrainingContext(torch, probe, ledgers[-1])
         context.install()
         return context, probe
 
     yield install
-    for ledger in reversed(ledgers):  # what was put over another is taken away first
+    for ledger in reversed(ledgers):  # the last patch is removed first
         ledger.restore()

@@ -1,4 +1,4 @@
-"""Entering a process: only where a job is named, only after torch, and never to the program's harm."""
+"""Attaching to a process: only where a job is named, only after torch, and never to the program's harm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ STAND_IN = "nn = type('nn', (), {'Linear': 1})\nseeds = []\nmanual_seed = seeds.
 
 @pytest.fixture
 def enter(tmp_path):
-    """``enter(source)`` runs a script with the site folder first on PYTHONPATH; answers the process and who was entered."""
+    """``enter(source)`` runs a script with the site folder first on PYTHONPATH; returns the process and the
+    processes that were entered.
+    """
     (tmp_path / "entry_of_test.py").write_text(ENTRY)
     note = tmp_path / "note"
 
@@ -76,7 +78,7 @@ def test_every_way_of_importing(enter, way):
 
 
 def test_asking_for_torch_before_importing_it(enter):
-    """Libraries look with ``find_spec`` whether torch is installed, long before somebody imports it."""
+    """Libraries check with ``find_spec`` whether torch is installed, long before it is imported."""
     done, entered = enter("import importlib.util\nfor _ in range(3): assert importlib.util.find_spec('torch') is not None\nimport torch")
     assert done.stderr == ""
     assert len(entered) == 1
@@ -91,21 +93,21 @@ def test_a_program_without_torch_pays_nothing(enter):
     assert done.stderr == ""
 
 
-def test_torch_that_is_not_there_is_the_programs_own_error(enter, tmp_path):
+def test_missing_torch_is_the_programs_own_error(enter, tmp_path):
     done, entered = enter("import torch_that_is_not_there", torch="")
     assert done.returncode == 1
     assert "ModuleNotFoundError" in done.stderr
     assert entered == []
 
 
-def test_a_broken_torch_raises_what_it_raises(enter):
+def test_a_broken_torch_raises_its_own_error(enter):
     done, entered = enter("try:\n    import torch\nexcept ImportError as error:\n    print('caught', error)", torch="raise ImportError('libcudart.so.99')")
     assert done.stdout == "caught libcudart.so.99\n"
     assert "flatout" not in done.stderr
     assert entered == []
 
 
-def test_a_second_try_after_a_broken_import_is_heard(enter):
+def test_a_second_import_after_a_broken_one_is_observed(enter):
     """Some programs repair their environment and import again."""
     source = "import os\ntry:\n    import torch\nexcept ImportError:\n    os.environ['MENDED'] = '1'\nimport torch"
     done, entered = enter(source, torch="import os\nif 'MENDED' not in os.environ: raise ImportError('x')\n" + STAND_IN)
@@ -123,8 +125,8 @@ def test_an_entry_that_fails_lets_the_program_run(enter, job):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_job_that_is_over_is_silent(enter, tmp_path):
-    """A process that outlives its run, or inherits its environment."""
+def test_a_finished_job_prints_nothing(enter, tmp_path):
+    """A process may outlive its run, or inherit its environment."""
     done, entered = enter("import torch\nprint('still')", env={"FLATOUT_JOB": str(tmp_path / "gone.json")})
     assert (done.returncode, done.stdout, done.stderr, entered) == (0, "still\n", "", [])
 
@@ -150,7 +152,7 @@ def test_another_sitecustomize_is_not_hidden(enter, tmp_path, job):
     assert len(entered) == (job is None)
 
 
-def test_another_sitecustomize_that_fails_fails_as_ever(enter, tmp_path):
+def test_another_sitecustomize_that_fails_still_fails(enter, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("raise RuntimeError('mine')\n")
@@ -161,14 +163,14 @@ def test_another_sitecustomize_that_fails_fails_as_ever(enter, tmp_path):
 
 
 @pytest.mark.parametrize("options", [["-I"], ["-S"], ["-E"]])
-def test_python_options_that_keep_us_out(enter, options):
+def test_python_options_that_disable_flatout(enter, options):
     done, entered = enter("print('alone')", options=options)
     assert done.stdout == "alone\n"
     assert done.stderr == ""
     assert entered == []
 
 
-def test_the_script_is_the_script(enter):
+def test_the_script_sees_itself_as_in_a_plain_run(enter):
     """Name, file, arguments, folder and path of the script are those of a plain run."""
     source = "import sys, os, torch\nprint(__name__, __file__, sys.argv, os.getcwd(), sys.path[0], sys.flags.safe_path, repr(sys.stdin.isatty()))"
     entered, _ = enter(source, arguments=["--lr", "0.1", "-x"])
@@ -178,7 +180,7 @@ def test_the_script_is_the_script(enter):
 
 
 def test_nothing_of_the_programs_is_hidden(enter):
-    """A program's own module called flatout, or plan, stays its own: our folder is last on the path."""
+    """A program's own module called flatout, or plan, stays its own: flatout's folder is last on the path."""
     done, _ = enter("import sys, os\nprint(sys.path.index(os.path.dirname(os.path.abspath(__file__))))\nimport torch")
     assert done.stdout == "0\n"
 
@@ -195,14 +197,14 @@ if 'AGAIN' not in os.environ:  # exec keeps the process number, so a process tha
 
 @pytest.mark.parametrize(("source", "says"), [("", "never imported torch"), ("import torch", "never finished a training step"),
                                               ("from flatout.capture.bootstrap import speaks_first; print(speaks_first(os.environ['FLATOUT_JOB']))", None)])
-def test_the_first_process_says_where_nothing_could_act_and_tidies_up(enter, tmp_path, source, says):
+def test_the_first_process_reports_where_nothing_could_act_and_cleans_up(enter, tmp_path, source, says):
     done, _ = enter(BECOMES_FIRST + source)
     assert done.stderr == (f"flatout: nothing was applied: this program {says}\n" if says else "")
     assert not (tmp_path / "job.json.folder").exists()
     assert (tmp_path / "job.json").exists()
 
 
-def test_any_other_process_says_nothing(enter, tmp_path):
+def test_any_other_process_prints_nothing(enter, tmp_path):
     done, _ = enter("print('child')", job={"pid": os.getpid()})
     assert (done.stdout, done.stderr) == ("child\n", "")
     assert (tmp_path / "job.json").exists()
@@ -245,7 +247,10 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(120)
 def test_children_are_reached(enter):
-    """Spawned ones and subprocesses are entered themselves; a forked one has what its parent had; one without torch is left alone."""
+    """Spawned children and subprocesses are entered themselves.
+
+    A forked child has its parent's state; one without torch is left alone.
+    """
     pytest.importorskip("torch")
     done, entered = enter(CHILDREN, real_torch=True)
     assert done.returncode == 0, done.stderr
@@ -258,7 +263,7 @@ def test_children_are_reached(enter):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_are_inert(flatout, script, tmp_path, method):
-    """A measured program with loader workers: they do not take part in the trial, and are gone with it."""
+    """Loader workers of a measured program do not take part in the trial, and end with it."""
     script(f'''
 import multiprocessing, os
 import torch

@@ -1,4 +1,6 @@
-"""The last words of a program: after its own, never in place of them, and at no cost before."""
+"""The crash report of a program: after the program's own output, never instead of it, and at no
+cost before.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def leaves(error):
 
 @pytest.fixture
 def die(tmp_path):
-    """``plain, heard = die(source)``: the program alone, and with its last words heard."""
+    """``plain, observed = die(source)``: the output of the program alone, and with its crash report."""
     (tmp_path / "entry_of_test.py").write_text(ENTRY)
     info = tmp_path / "info"
 
@@ -76,9 +78,9 @@ def test_they_follow_the_programs_own(die, source, kind):
 @pytest.mark.parametrize("source", ["print('fine')", "import sys; sys.exit(3)", "raise SystemExit('bye')", "raise KeyboardInterrupt", "import os; os._exit(4)",
                                     "import os; os.kill(os.getpid(), 9)", "try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass",
                                     "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()", "def f(:\n  pass"])
-def test_what_is_no_failure_of_the_program_has_none(die, source):
+def test_other_exits_have_no_crash_report(die, source):
     plain, observed = die(source)
-    if "def f(:" in source:  # a program that cannot be read fails, too
+    if "def f(:" in source:  # a program that cannot be parsed fails, too
         assert observed.stderr == plain.stderr + WORDS.format("SyntaxError")
         return
     assert (observed.stdout, observed.stderr.replace("Thread-1", ""), observed.returncode) == (plain.stdout, plain.stderr.replace("Thread-1", ""), plain.returncode)
@@ -89,7 +91,9 @@ HOOK = "import sys\ndef mine(kind, error, trace):\n    print('mine', kind.__name
 
 @pytest.mark.parametrize("more", ["pass", "sys.__excepthook__(kind, error, trace)"])
 def test_a_hook_of_the_programs_own_still_runs(die, more):
-    """Also one that takes the place of ours and does not call it: then the words come at the very end."""
+    """This includes a hook that replaces flatout's and does not call it: then the report comes at the very
+    end.
+    """
     plain, observed = die(HOOK.format(more))
     assert plain.stderr.startswith("mine ZeroDivisionError\n")
     assert observed.stderr == plain.stderr + WORDS.format("ZeroDivisionError")
@@ -101,20 +105,20 @@ def test_a_hook_that_calls_the_one_before_it(die):
     assert observed.stderr == plain.stderr + WORDS.format("ZeroDivisionError")
 
 
-def test_what_a_test_runner_caught_is_no_failure(die):
-    """pytest and debuggers leave what they caught in sys.last_value."""
+def test_an_exception_caught_by_a_test_runner_is_no_failure(die):
+    """pytest and debuggers leave caught exceptions in sys.last_value."""
     plain, observed = die("import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError as error:\n    sys.last_value = error\nsys.exit(1)")
     assert observed.stderr == plain.stderr == ""
 
 
 @pytest.mark.parametrize("function", ["broken", "leaves", "missing", "nothing"])
-def test_a_mistake_of_ours_is_swallowed(die, function):
+def test_an_error_in_flatout_is_suppressed(die, function):
     plain, observed = die("1 / 0", function=function)
     assert (observed.stderr, observed.returncode) == (plain.stderr, 1)
 
 
-def test_what_breaks_in_does_not_silence_them(die):
-    """torch's handler of SIGCHLD raises for a loader worker that has died, wherever the process is."""
+def test_an_interrupting_signal_does_not_suppress_the_report(die):
+    """torch's SIGCHLD handler raises for a dead loader worker, wherever the process is."""
     plain, observed = die("1 / 0", function="interrupted")
     assert observed.stderr == plain.stderr + WORDS.format("ZeroDivisionError")
 
@@ -141,17 +145,17 @@ for _ in range(2):
 '''
 
 
-def test_one_process_speaks_and_the_first_one_always(die, tmp_path):
-    """Two children die of one thing; the first process dies of another, or only reports them."""
+def test_one_process_reports_and_the_first_one_always(die, tmp_path):
+    """Two children die of the same error; the first process dies of another, or only reports them."""
     _, observed = die(CHILDREN.format("1 / 0"))
     assert observed.stderr.count("because of ValueError") == 1
     assert observed.stderr.count("because of ZeroDivisionError") == 1
     _, reports = die(CHILDREN.format("class ChildFailedError(Exception): pass\nraise ChildFailedError('they died')"))
     assert reports.stderr.count("because of") == 1
-    assert not (tmp_path / "info").exists()  # the first process tidies up
+    assert not (tmp_path / "info").exists()  # the first process cleans up
 
 
-def test_the_environment_that_asks_for_them(tmp_path, monkeypatch):
+def test_the_environment_that_enables_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     environment = listening(tmp_path / "info", becomes=True)
     assert environment["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/mine"]

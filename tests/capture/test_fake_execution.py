@@ -1,4 +1,6 @@
-"""Operators for shapes alone: nothing of the program changes, memory is counted as it would be taken, and questions are answered."""
+"""Fake execution, on shapes only: the program stays unchanged, memory is counted as it would be allocated,
+and reads are answered.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def fake_run():
-    """``pretend(blocks)`` installs; afterwards everything is as before."""
+    """``fake_run(blocks)`` installs the fake execution; afterwards everything is restored."""
     ledger = Ledger()
 
     def install(blocks, device_type="cpu"):
@@ -43,7 +45,8 @@ def test_a_step_changes_nothing_and_its_memory_is_counted(fake_run):
     hidden = 50 * 1000 * 4
     living = blocks.peak().kinds
     parameters = sum(p.numel() * 4 for p in model.parameters())
-    # What the backward pass needs: the input of the normalisation, the rectified values, the noise of the dropout, the input of the last layer.
+    # Needed by the backward pass: the input of the normalisation, the rectified values, the noise of the
+    # dropout, the input of the last layer.
     assert 4 * hidden < living["temporary"] < 4.3 * hidden
     loss.backward()
     optimizer.step()
@@ -52,13 +55,13 @@ def test_a_step_changes_nothing_and_its_memory_is_counted(fake_run):
     assert blocks.peak().peak_bytes > living["temporary"] + parameters
     del x, loss
     gc.collect()
-    assert blocks.in_use_bytes < 5 * parameters  # itself, gradients, two moments; and little else
+    assert blocks.in_use_bytes < 5 * parameters  # itself, gradients, two moments, and little else
     with fake_execution.really():
         assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
         assert torch.equal(random, torch.get_rng_state())
 
 
-def test_questions_are_answered(fake_run):
+def test_reads_are_answered(fake_run):
     weights = torch.nn.Parameter(torch.randn(4, 3))
     fake_run(MemoryBlockTracker())
     tokens = torch.tensor([[5, 7, 0], [5, 0, 0]])
@@ -70,14 +73,14 @@ def test_questions_are_answered(fake_run):
     assert logits.shape == (2, 4)
     assert not torch.isnan(logits).any()
     assert torch.isfinite(logits.sum())
-    assert logits[logits > 0].shape == (8,)  # nobody knows: all of them
+    assert logits[logits > 0].shape == (8,)  # unknown: all of them
     assert f"{logits.sum():.2f}" == "1.00"
     assert logits.detach().numpy().shape == (2, 4)
     assert [len(torch.zeros(500)[start : start + 10]) for start in torch.randint(100, (3,))] == [10, 10, 10]
     torch.distributions.Categorical(logits.softmax(1)).sample()  # its arguments are checked
     counter, mean = torch.tensor(3), torch.tensor(2.0)
     counter += 4
-    mean += logits.sum()  # what is written into a lone number leaves it as it was
+    mean += logits.sum()  # writing into a single number leaves it unchanged
     assert (counter.item(), mean.item()) == (7, 2.0)
     scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD([weights], lr=1.0)
@@ -106,7 +109,7 @@ BATCHES = st.recursive(st.lists(st.integers(1, 4), max_size=3).map(tuple), lambd
 
 
 def filled(thing, samples):
-    """Tuples of whole numbers become tensors of that shape, with the samples first."""
+    """Tuples of integers become tensors of that shape, with the samples first."""
     if isinstance(thing, tuple) and all(isinstance(part, int) for part in thing):
         return torch.zeros((samples, *thing))
     if isinstance(thing, dict):
@@ -125,7 +128,7 @@ def test_a_batch_in_another_size(shape, samples, wanted):
         assert after.shape == (wanted, *before.shape[1:])
 
 
-def test_samples_elsewhere_than_first():
+def test_samples_in_another_dimension():
     steps_first, boxes = torch.zeros(35, 20, 8), [torch.zeros(n, 4) for n in (3, 1, 2)]
     assert samples_in([steps_first, torch.zeros(35)], 20) == 20
     assert [batch_dimension(shape, 20) for shape in ((20, 20), (35, 20), (20,), (3, 20, 20), (35, 8), ())] == [0, 1, 0, None, None, None]

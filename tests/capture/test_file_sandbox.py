@@ -1,5 +1,7 @@
 # ruff: noqa: SIM115 - scripts do open files in passing
-"""A trial leaves nothing behind: every way of writing a file meets the shelter, works, and the folder stays as it was."""
+"""A trial leaves no files behind: every way of writing a file works in the file sandbox, and the folder stays
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The person's folder, with things in it; the system's temporary folder is elsewhere."""
+    """The user's folder, with files in it; the system's temporary folder is another one."""
     work, system = tmp_path / "work", tmp_path / "tmp"
     for folder in (work / "runs" / "old", work / "empty", system):
         folder.mkdir(parents=True)
@@ -51,7 +53,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sandbox(here, tmp_path):
-    """Installed in this process; ``shelter()`` takes it out again."""
+    """A file sandbox in this process, removed when the test ends."""
     ledger = Ledger()
     (tmp_path / "trial").mkdir()
     made = FileSandbox(str(tmp_path / "trial" / "saved"), ledger)
@@ -69,7 +71,8 @@ def sandbox(here, tmp_path):
     assert contents(here) == before
 
 
-# Each way writes as a script would, and looks at what it has written. ----------------------------------------------
+# Each way writes as a script would, and checks the result.
+# --------------------------------------------------------------
 
 
 def new_text():
@@ -225,7 +228,7 @@ def removing_what_it_wrote():
 
 
 def beginning_with_an_empty_folder():
-    """Removes the old runs, makes the folder anew, writes into it."""
+    """Removes the old runs, creates the folder again, writes into it."""
     shutil.rmtree("runs")
     os.makedirs("runs", exist_ok=True)
     with open("runs/events", "w") as file:
@@ -247,7 +250,7 @@ def removing_folders():
 
 
 def atomic_checkpoint():
-    """Written beside under a temporary name, then renamed over the old one."""
+    """Written next to the old file under a temporary name, then renamed over it."""
     handle, name = tempfile.mkstemp(dir=".")
     with os.fdopen(handle, "wb") as file:
         torch.save(torch.ones(1), file)
@@ -340,8 +343,8 @@ WAYS = [new_text, overwriting, appending, changing_in_place, exclusive, absolute
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_without_a_shelter_the_script_works(way, here):
-    """What is asked of the shelter is what Python does by itself. Each way asserts what it finds."""
+def test_without_a_sandbox_the_script_works(way, here):
+    """The file sandbox must do what Python does by itself. Each way asserts its result."""
     assert way() is None
 
 
@@ -357,8 +360,8 @@ def test_the_temporary_folder_is_empty_again_where_the_script_cleans_up(sandbox,
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_project_below_the_temporary_folder_is_sheltered_too(tmp_path, monkeypatch):
-    """People do keep projects in /tmp."""
+def test_a_project_below_the_temporary_folder_is_sandboxed_too(tmp_path, monkeypatch):
+    """Some users do keep projects in /tmp."""
     work = tmp_path / "project"
     work.mkdir()
     (work / "model.pt").write_text(OLD)
@@ -378,7 +381,7 @@ def test_a_project_below_the_temporary_folder_is_sheltered_too(tmp_path, monkeyp
     assert (tmp_path / "elsewhere").read_text() == "x"
 
 
-def test_two_files_of_one_name_do_not_meet(sandbox):
+def test_two_files_of_one_name_do_not_collide(sandbox):
     for folder in ("runs", "empty"):
         Path(folder, "same.txt").write_text(folder)
     assert [Path(folder, "same.txt").read_text() for folder in ("runs", "empty")] == ["runs", "empty"]
@@ -413,7 +416,7 @@ def test_leaving_restores_python(here, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_a_whole_trial_leaves_nothing_behind(flatout, script, tmp_path):
-    """The real thing, in a process of its own: checkpoints, logs, folders, an appended and an overwritten file."""
+    """A real trial in its own process: checkpoints, logs, folders, an appended and an overwritten file."""
     (tmp_path / "tmp").mkdir()
     work = flatout.folder
     (work / "log.txt").write_text(OLD)
@@ -446,7 +449,7 @@ for step in range(100000):
     assert done.left == []
 
 
-def test_python_itself_is_what_is_tested():
-    """The shelter of this file runs in the test's own interpreter; a fresh one has none of it."""
+def test_the_tests_hold_in_plain_python():
+    """The sandbox of this file runs in the test's own interpreter; a fresh interpreter has none."""
     code = "import builtins, io; assert builtins.open is io.open"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""Which layers a program's models are made of."""
+"""The layers that a program's models consist of."""
 
 from __future__ import annotations
 

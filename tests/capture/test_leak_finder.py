@@ -1,4 +1,6 @@
-"""Who holds tensors of earlier steps: the container's name, and the line that puts them there."""
+"""The leak finder: the name of the container with tensors of earlier steps, and the line that puts them
+there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Keeper:
 
 
 def steps(once, model):
-    """Twelve steps with four looks, as a trial makes them."""
+    """Twelve steps with four inspections, as a trial makes them."""
     holders = LeakFinder(torch)
     for step in range(1, 13):
         loss = model(torch.ones(2, 3)).square().mean()
@@ -95,7 +97,7 @@ def test_nothing_is_held(model):
 
 
 def test_one_tensor_that_only_grows():
-    """What is joined to it is born anew in each step, so that no tensor of an earlier step is left."""
+    """The tensors joined to it are recreated in each step, so no tensor of an earlier step remains."""
     holders, replay = LeakFinder(torch), torch.zeros(4, 2)
     for step in range(1, 13):
         replay = torch.cat([replay, torch.ones(4, 2)])

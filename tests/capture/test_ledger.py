@@ -35,7 +35,7 @@ class Switch:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers()), max_size=30))
-def test_any_patches_restore_to_what_was(patches):
+def test_any_patches_are_restored(patches):
     thing = types.SimpleNamespace(a=1, b=[2], c=None)
     before, ledger = dict(vars(thing)), Ledger()
     for name, value in patches:
@@ -57,7 +57,7 @@ def test_items_restore_too(patches):
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 20))
-def test_restoring_to_a_mark_leaves_what_came_before(values, at):
+def test_restoring_to_a_mark_keeps_earlier_patches(values, at):
     thing, ledger = types.SimpleNamespace(x=-1), Ledger()
     mark, expected = 0, -1
     for index, value in enumerate(values):
@@ -152,7 +152,7 @@ def test_the_setter_of_a_module_is_not_called():
     assert "forward" not in vars(layer)
 
 
-def test_entries_name_what_was_changed():
+def test_entries_name_their_targets():
     ledger = Ledger()
     ledger.set(Thing, "shared", 1)
     ledger.set_item({}, "key", 1)

@@ -1,4 +1,6 @@
-"""A listener's own mistake stays out of the program: it is told to the listener once, and the program trains on."""
+"""An error in a listener does not reach the program: the listener learns of it once, and training
+continues.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def train(steps: int = 4) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("exchange")])  # one process exchanges nothing
+@pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("exchange")])  # one process communicates with none
 def test_program_trains_on(event):
     plain = train()
     ledger, listener = Ledger(), Clumsy(event)
@@ -53,10 +55,10 @@ def test_program_trains_on(event):
     finally:
         ledger.restore()
     assert [str(error) for error in listener.mistakes] == ["clumsy"]
-    assert len(listener.observed) <= 1  # nothing after the mistake
+    assert len(listener.observed) <= 1  # nothing after the error
 
 
-def test_a_wish_to_stop_passes():
+def test_a_request_to_stop_passes():
     class Stops(Listener):
         def step_end(self) -> None:
             raise SystemExit(3)

@@ -1,4 +1,4 @@
-"""Indexing by a mask is heard, and torch is left as it was."""
+"""Indexing by a mask is observed, and torch is restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE = st.sampled_from([0, slice(None), slice(1, 3), None, Ellipsis, torch.tensor
                        True, MASK, MASK.numpy(), MASK.to(torch.uint8), [True, False, True]])
 
 
-def test_torch_is_left_as_it_was():  # the first: older torch lets one hear at a time
+def test_torch_is_restored():  # the first: older torch allows one hook at a time
     ledger, found = Ledger(), []
     observe_masks(torch, ledger, lambda really, mask, frame: found.append(mask) or really())
     assert ledger.entries() == ["aten::index"]
@@ -36,16 +36,16 @@ def observed():
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @given(index=st.one_of(ONE, st.tuples(ONE), st.tuples(ONE, ONE)))
-def test_whoever_indexes_by_a_mask_is_heard(observed, index):
+def test_indexing_by_a_mask_is_observed(observed, index):
     observed.clear()
     try:
         torch.ones(3, 3)[index]
     except IndexError:  # of no tensor of this shape
         return
-    assert observed == ["test_whoever_indexes_by_a_mask_is_heard"] * has_mask(index)
+    assert observed == ["test_indexing_by_a_mask_is_observed"] * has_mask(index)
 
 
-def test_it_gives_what_torch_gives(observed):
+def test_the_result_equals_torchs(observed):
     x = torch.arange(6.0).reshape(3, 2).requires_grad_()
     picked = x[x > 2]
     picked.square().sum().backward()

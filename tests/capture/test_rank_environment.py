@@ -1,4 +1,4 @@
-"""A process of a torchrun agent becomes a rank of a program that believes to be alone."""
+"""A process of a torchrun agent becomes a rank of a single-process program."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SET = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4
 OTHER = {"HOME": "/root", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "2", "MASTERPIECE": "1"}
 
 
-def test_what_torchrun_sets_is_translated_and_gone():
+def test_torchruns_variables_are_translated_and_removed():
     environment = {**SET, **OTHER}
     info = from_torchrun(environment)
     assert info == RankEnvironment(5, 1, 8, 4, "tcp://10.0.0.1:40001")
     assert environment == {**OTHER, "FLATOUT_RANK": "5", "FLATOUT_LOCAL_RANK": "1", "FLATOUT_WORLD_SIZE": "8", "FLATOUT_LOCAL_WORLD_SIZE": "4",
                            "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001"}
     assert standing(environment) == info
-    assert from_torchrun(environment) is None  # its children are of no agent
+    assert from_torchrun(environment) is None  # its children belong to no agent
 
 
 def test_an_address_of_ipv6_stays_one_place():
@@ -39,7 +39,7 @@ def test_a_process_of_no_agent_is_left_alone(environment):
     assert standing(environment) is None
 
 
-def test_an_agent_without_a_store_is_refused_with_the_next_command():
+def test_an_agent_without_a_store_is_rejected_with_the_next_command():
     with pytest.raises(ValueError, match="flatout run --nodes"):
         from_torchrun({**SET, "TORCHELASTIC_USE_AGENT_STORE": "False"})
 
@@ -55,7 +55,7 @@ def test_each_rank_has_one_device_of_those_that_are_visible():
         own_device("", 0)
 
 
-def test_ranks_meet_at_either_kind_of_place(tmp_path):
+def test_ranks_rendezvous_at_either_kind_of_address(tmp_path):
     torch = pytest.importorskip("torch")
     host = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for meeting in (f"file://{tmp_path}/meeting", f"tcp://127.0.0.1:{host.port}"):

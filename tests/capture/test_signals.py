@@ -1,4 +1,7 @@
-"""Signals heard before the program's own handlers, which it sets and asks for as if nobody stood before them. Real signals, in this process."""
+"""Signals are observed before the program's own handlers, which it sets and reads as usual.
+
+These are real signals, in this process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from flatout.capture.signals import OBSERVED, Signals
 
 @pytest.fixture
 def stand():
-    """``signals, heard = stand(answer)``; everything is as it was when the test ends."""
+    """``signals, observed = stand(answer)``; everything is restored when the test ends."""
     ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in OBSERVED}
 
     def install(passes=True):
@@ -32,7 +35,7 @@ def stand():
     assert after == before
 
 
-def test_the_program_does_not_see_who_stands_before_it(stand):
+def test_the_program_does_not_see_the_observer(stand):
     before = signal.getsignal(signal.SIGTERM)
     _, observed = stand()
     calls = []
@@ -49,13 +52,13 @@ def test_the_program_does_not_see_who_stands_before_it(stand):
     with pytest.raises(TypeError):
         signal.signal(signal.SIGTERM, "no handler")
     assert signal.signal(signal.SIGTERM, before) is mine
-    usr2 = signal.signal(signal.SIGUSR2, mine)  # not one that we hear
+    usr2 = signal.signal(signal.SIGUSR2, mine)  # not one that flatout observes
     os.kill(os.getpid(), signal.SIGUSR2)
     assert (len(calls), len(observed)) == (2, 1)
     assert signal.signal(signal.SIGUSR2, usr2) is mine
 
 
-def test_what_is_ignored_stays_ignored(stand):
+def test_ignored_signals_stay_ignored(stand):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _, observed = stand()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -83,13 +86,17 @@ def test_a_handler_that_raises_and_one_that_waits(stand):
     assert signal.signal(signal.SIGUSR1, before) is raises
 
 
-def test_who_has_taken_the_function_before_us_is_found(stand):
-    """It goes by us, finds us beneath where there was nothing to call, and is stood before as soon as somebody looks. No circle comes of it."""
+def test_an_earlier_wrapper_of_the_function_is_found(stand):
+    """That wrapper bypasses flatout.
+
+    It finds flatout's handler where no handler existed, and is observed after the next lookup. This makes no
+    cycle.
+    """
     raw, calls = signal.signal, []
     signals, observed = stand()
     beneath = raw(signal.SIGUSR1, lambda number, frame: (calls.append(number), beneath(number, frame)))
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert (calls, len(observed)) == ([signal.SIGUSR1], 1), "and this process is still there"
+    assert (calls, len(observed)) == ([signal.SIGUSR1], 1), "and this process is still running"
     signals.look_again()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (len(calls), len(observed)) == (2, 2)
@@ -97,7 +104,7 @@ def test_who_has_taken_the_function_before_us_is_found(stand):
 
 
 def test_a_child_has_the_programs_own_handlers(stand):
-    """Also for the kernel: a loader worker that waits in C must end by the signal itself."""
+    """This holds for the kernel too: a loader worker that waits in C must end by the signal itself."""
     stand()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Crossings and habits: heard with their line, and torch as it was afterwards."""
+"""Device synchronisations and call counters: recorded with their line, with torch restored afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def here() -> int:
     return inspect.currentframe().f_back.f_lineno
 
 
-def test_each_kind_is_heard_once_with_the_line_that_asks(synchronisations):
+def test_each_kind_is_recorded_once_with_its_line(synchronisations):
     x = torch.arange(4.0)
     asked = {}
     x.sum().item(); asked["item", here()] = 1  # noqa: E702
@@ -59,10 +59,10 @@ def test_each_kind_is_heard_once_with_the_line_that_asks(synchronisations):
     assert {(c.kind, c.place.line): c.calls for c in found} == asked
     assert {c.place.file for c in found} == {__file__}
     assert all(c.ms > 0 for c in found)
-    assert {c.place.function for c in found} == {"test_each_kind_is_heard_once_with_the_line_that_asks"}
+    assert {c.place.function for c in found} == {"test_each_kind_is_recorded_once_with_its_line"}
 
 
-def test_what_torch_asks_of_its_own_host_tensors_is_none(synchronisations):
+def test_torchs_reads_of_its_own_host_tensors_do_not_count(synchronisations):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     model(torch.ones(1, 2)).sum().backward()
@@ -89,7 +89,7 @@ def test_where_the_model_is_on_a_device_tensors_of_the_host_do_not_count():
     assert observed.seen(1) == []
 
 
-def test_a_copy_to_a_device_says_how():
+def test_a_copy_to_a_device_has_its_kind():
     ledger = Ledger()
     observed = SyncRecorder(torch, ledger, "meta", ticking(), lambda: False)
     observed.install()
@@ -103,7 +103,7 @@ def test_a_copy_to_a_device_says_how():
     assert {c.kind for c in observed.seen(1)} == {"to device"}
 
 
-def test_torch_is_left_as_it_was():
+def test_torch_is_restored():
     before = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {name: getattr(torch, name) for name in FUNCTIONS}
     own = set(vars(torch.Tensor))
     ledger = Ledger()
@@ -116,7 +116,7 @@ def test_torch_is_left_as_it_was():
     assert set(vars(torch.Tensor)) == own
 
 
-def test_habits_are_counted_with_their_place():
+def test_calls_are_counted_with_their_place():
     ledger = Ledger()
     counters = CallCounters(torch, ledger, ticking())
     counters.install()

@@ -1,4 +1,6 @@
-"""The training context on real loops of every kind: it finds the steps and the objects, and the program does not notice."""
+"""The training context on real loops of every kind finds the steps and the objects, and the program is
+unaffected.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def critic_steps_more_often(out):
 
 
 def one_optimizer_a_parameter(out):
-    """Stepped and zeroed inside the backward pass, as to save the gradients' memory."""
+    """Stepped and zeroed inside the backward pass, to save the gradients' memory."""
     model = network()
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
 
@@ -158,7 +160,7 @@ def accumulation(out):
 
 
 def grad_scaler(out):
-    """Enabled on the CPU; one loss is infinite, so the scaler leaves one step out."""
+    """Enabled on the CPU; one loss is infinite, so the scaler skips one step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -219,7 +221,9 @@ def backward_with_create_graph(out):
 
 
 class WithItsLoss(nn.Module):
-    """A batch is a dictionary, the loss a module attribute, and the output a dictionary with the loss in it."""
+    """A batch is a dictionary, the loss a module attribute, and the output a dictionary that contains the
+    loss.
+    """
 
     def __init__(self):
         super().__init__()
@@ -259,7 +263,7 @@ def evaluation_in_between(out):
 
 
 class Duck:
-    """Quacks like an optimizer, and is none."""
+    """Has the interface of an optimizer, without being one."""
 
     def __init__(self, parameters):
         self.param_groups = [{"params": list(parameters), "lr": 0.01}]
@@ -391,7 +395,7 @@ def reentrant_checkpoint(out):
 
 
 def checkpointed_parts(out):
-    """Parts of the model are called once more, by themselves, in the backward pass."""
+    """Parts of the model run again by themselves in the backward pass."""
     from torch.utils.checkpoint import checkpoint
 
     model = network()
@@ -449,7 +453,7 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
     assert all(torch.equal(a, b) for a, b in zip(weights, observed_weights, strict=True))
     assert context.steps == CYCLES
     assert probe.observed.count("step") == CYCLES
-    # What begins also ends.
+    # Every start has an end.
     for phase in ("forward", "backward", "optimizer"):
         assert probe.observed.count(phase) == probe.observed.count("/" + phase)
     assert len(probe.losses) == probe.observed.count("backward") == context.backwards
@@ -473,9 +477,9 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_what_is_found(program, expected, enter):
+def test_the_objects_found(program, expected, enter):
     context, _ = enter()
-    models = program([])  # they live while they are described; the optimizers are gone, and the boundaries do not forget them
+    models = program([])  # they exist while they are described; the optimizers are gone, but the boundaries keep them
     gc.collect()
     described = context.describe()
     assert {k: described[k] for k in expected} == expected
@@ -511,8 +515,10 @@ def test_a_loss_without_parameters_is_not_a_root(enter):
 
 @pytest.mark.parametrize(("program", "flag"), [(autocast_of_its_own, "autocast_seen"), (backward_with_create_graph, "create_graph_seen"),
                                                (double_backward, "create_graph_seen"), (closure, "closure_steps")], ids=lambda x: getattr(x, "__name__", x))
-def test_what_levers_ask_for(program, flag, enter):
-    """Compiled functions cannot be differentiated twice, whether by backward or by autograd.grad; and so on."""
+def test_facts_for_levers(program, flag, enter):
+    """Compiled functions cannot be differentiated twice, whether by backward or by autograd.grad; and similar
+    facts.
+    """
     context, _ = enter()
     plain([])
     assert not getattr(context, flag)
@@ -529,7 +535,7 @@ def test_scalers_that_are_switched_on(enter):
     assert context.scalers == scalers[:1]
 
 
-def test_a_compiled_model_is_seen(enter):
+def test_a_compiled_model_is_detected(enter):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         filters = len(warnings.filters)
@@ -545,7 +551,7 @@ def test_a_compiled_model_is_seen(enter):
     assert context.steps == 3
 
 
-def test_the_unscaled_loss_is_heard(enter):
+def test_the_unscaled_loss_is_observed(enter):
     _, probe = enter()
     out = []
     grad_scaler(out)
@@ -589,13 +595,13 @@ def test_a_wrong_loader_gets_torchs_own_error(enter):
         torch.utils.data.DataLoader([1], batch_size=-1)
 
 
-def test_evaluation_is_not_heard_as_training(enter):
+def test_evaluation_is_not_taken_for_training(enter):
     _, probe = enter()
     evaluation_in_between([])
     assert probe.observed.count("forward") == CYCLES
 
 
-def test_a_model_called_in_pieces_is_told(enter):
+def test_a_model_called_in_pieces_is_reported(enter):
     context, _ = enter()
     layers = [nn.Linear(4, 4) for _ in range(20)]
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
@@ -610,7 +616,7 @@ def test_a_model_called_in_pieces_is_told(enter):
 
 
 def test_an_error_in_the_program_is_its_own(enter):
-    """The forward raises once, the optimizer once; the script catches both and goes on."""
+    """The forward raises once, the optimizer once; the script catches both and continues."""
     context, _ = enter()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -629,11 +635,11 @@ def test_an_error_in_the_program_is_its_own(enter):
     assert context.roots == [model]
 
 
-# -- nothing of ours in what the script saves -----------------------------------------------------------------------
+# -- checkpoints of the script contain nothing of flatout ---------------------------------------------------------------
 
 
 class WithStateOfItsOwn(nn.Module):
-    """Many libraries answer their whole dictionary from __getstate__."""
+    """Many libraries return their whole dictionary from __getstate__."""
 
     def __init__(self):
         super().__init__()
@@ -682,13 +688,15 @@ def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_modules()] == names
     before, steps = [p.clone() for p in loaded.parameters()], context.steps
-    step(model)  # the original is still heard, the copies are not touched
+    step(model)  # the original is still observed, the copies are not touched
     assert context.steps == steps + 2
     assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
 
 
 def test_a_copy_has_its_own_forward(enter):
-    """A wrapper of ours lives in the instance; were it copied, the copy would compute with the original's weights."""
+    """A flatout wrapper lives in the instance; if it were copied, the copy would compute with the original's
+    weights.
+    """
     context, _ = enter()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -774,7 +782,7 @@ def test_leaving_restores_torch(enter):
 
 
 def test_looking_for_roots_ends_after_two_steps(enter):
-    """Global forward hooks cost a quarter of a forward of small layers."""
+    """Global forward hooks cost a quarter of a forward pass of small layers."""
     from torch.nn.modules import module as modules
 
     before = len(modules._global_forward_hooks)
@@ -784,7 +792,7 @@ def test_looking_for_roots_ends_after_two_steps(enter):
     assert len(modules._global_forward_hooks) == before
 
 
-def test_at_rest_nothing_is_heard_and_training_goes_on(enter):
+def test_at_rest_nothing_is_observed_and_training_continues(enter):
     context, probe = enter()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

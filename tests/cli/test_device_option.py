@@ -320,7 +320,7 @@ NEEDS = {"triton": "triton", "nvml": "pynvml"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_cannot_be_redirected_is_named(flatout, script, name):
+def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     """Under its own traceback: what, why, the line and the next command.
 
     A CUDA extension is named when it is built; where it can be built, nothing fails.
@@ -346,7 +346,7 @@ def test_what_cannot_be_redirected_is_named(flatout, script, name):
     ("No supported gpu backend found!", "a trainer that requests a GPU"), ("Found no NVIDIA driver on your system.", "this use of CUDA"),
     ("x must be a CUDA tensor", "a CUDA extension"), ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
 ])
-def test_texts_of_what_cannot_be_redirected(message, what):
+def test_texts_of_unsupported_uses_of_cuda(message, what):
     """The text appears only with the option, and only for a device other than CUDA."""
     def explained(device):
         return explain(FailureRecord([ExceptionRecord("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))

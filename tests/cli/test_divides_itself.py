@@ -171,13 +171,13 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
         ledger.restore()
     assert torch.distributed.init_process_group is really
     must_be_the_rank(torch)  # flatout did not start this process
-    child = torch.multiprocessing.get_context("fork").Process(target=refuses)
+    child = torch.multiprocessing.get_context("fork").Process(target=rejects)
     child.start()
     child.join()
     assert child.exitcode == 7
 
 
-def refuses():
+def rejects():
     try:
         must_be_the_rank(torch)
     except CannotDivide:

@@ -43,7 +43,7 @@ def test_json(flatout):
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_is_unknown_leaves_with_1(flatout, options):
+def test_unknown_failures_exit_with_1(flatout, options):
     done = flatout.here("explain", *options, UNKNOWN)
     assert done.code == 1
     assert "does not guess" in done.out or json.loads(done.out) == []

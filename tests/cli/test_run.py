@@ -98,7 +98,7 @@ def test_signals_reach_the_program(flatout, script, number):
     assert flatout.finish(process).code == 40
 
 
-def test_a_program_killed_by_a_signal_is_seen_so(flatout, script):
+def test_a_program_killed_by_a_signal_exits_so(flatout, script):
     script("import os; os.kill(os.getpid(), 9)")
     assert flatout("run", "python", "train.py").code == -9
 
@@ -191,7 +191,7 @@ def test_of_two_plans_the_newer_one_counts(flatout, script):
 
 @pytest.mark.parametrize(("what", "says"), [("machine", "another machine ('Z80, 1 cores')"), ("versions", "other versions ('torch 0.1')"),
                                            ("script", "the script has changed"), ("python", "another Python ('2.7')")])
-def test_a_plan_from_elsewhere_is_not_used_and_says_why(flatout, script, what, says):
+def test_a_plan_for_another_machine_is_not_used_and_says_why(flatout, script, what, says):
     script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
     key, path = keys(flatout, "python", "train.py")
     key[what] = {"machine": "Z80, 1 cores", "versions": "torch 0.1", "python": "2.7"}.get(what, "0123")
@@ -279,7 +279,7 @@ def test_one_line_on_standard_error(train, flatout):
     assert done.err.splitlines() == ["flatout: applied gc_pause"]
 
 
-def test_levers_act_and_what_cannot_is_named(train):
+def test_levers_act_and_others_are_named(train):
     done = train('fused_optimizer = "fused"\nno_such_lever = true\nchannels_last = true\nloader = 3\nmalloc = "nosuchmalloc"\ntf32 = true')
     assert done.code == 7
     assert "[True]" in done.out
@@ -352,7 +352,7 @@ def test_nothing_is_left_in_the_temporary_folder(train, tmp_path):
     assert list((tmp_path / "tmp").glob("flatout*")) == []
 
 
-def test_what_the_program_saves_is_the_plain_programs(train, flatout, tmp_path):
+def test_checkpoints_of_the_program_are_the_plain_ones(train, flatout, tmp_path):
     """A model pickled whole under a plan loads where flatout is not installed."""
     source = QUIET_TRAINING.replace("sys.exit(7)", "torch.save(model, 'whole.pt'); torch.save(optimizer.state_dict(), 'optimizer.pt')")
     done = train("gc_pause = true\nthreads = 1\n", source=source)

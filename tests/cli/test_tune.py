@@ -42,7 +42,7 @@ def test_it_ends_well_and_leaves_nothing_running(tuned):
     assert "Traceback" not in done.err
 
 
-def test_what_it_writes(tuned):
+def test_its_files(tuned):
     cli, _, job = tuned
     assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
     assert {path.name for path in job.iterdir()} == {"session.json", "flatout.toml", "report.html", "trials"}

@@ -51,7 +51,7 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_everything_is_as_it_was_afterwards(name, context):
+def test_everything_is_restored_afterwards(name, context):
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     seen = lambda: (vars(torch.Tensor).copy(), iterator.__next__, vars(context.optimizers[0]).get("step"), builtins.print, sys.stdout, sys.stderr,  # noqa: E731
                     logging.root.manager.disable, gc.isenabled(), torch.get_num_threads())

@@ -103,7 +103,7 @@ def test_data_that_cannot_be_fetched_again_gives_nothing(loader):
     assert drawn(loader) == []
 
 
-def test_without_a_loader_there_is_nothing():
+def test_without_a_loader_there_are_no_samples():
     assert SampleDrawProbe(torch).take() == []
 
 

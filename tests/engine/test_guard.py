@@ -282,17 +282,17 @@ def test_a_rejection_by_a_late_replica_is_final_and_called_late():
 # -- one lever alone ------------------------------------------------------------------------------------------------------
 
 
-def alone(effect: Effect, change: Callable[[int, float], float]) -> Any:
+def single_lever(effect: Effect, change: Callable[[int, float], float]) -> Any:
     return start_agrees(effect, seeds()[0], seeds(change)[0], seeds(chaotic(1e-5))[:2])
 
 
 def test_a_sound_lever_alone_is_not_blamed():
     for effect in (Effect.ROUNDING, Effect.PRECISION):
-        found = alone(effect, chaotic(5e-5))
+        found = single_lever(effect, chaotic(5e-5))
         assert found is not None
         assert found.passed
         assert found.name == "start"
-    assert alone(Effect.EXACT, lambda t, x: x).passed
+    assert single_lever(Effect.EXACT, lambda t, x: x).passed
 
 
 @pytest.mark.parametrize(("effect", "change", "seen_by"), [
@@ -303,7 +303,7 @@ def test_a_sound_lever_alone_is_not_blamed():
     (Effect.EXACT, lambda t, x: x + 1e-9, "losses"),
 ])
 def test_a_broken_lever_alone_is_blamed(effect, change, seen_by):
-    found = alone(effect, change)
+    found = single_lever(effect, change)
     assert found is not None
     assert not found.passed
     assert found.name == seen_by

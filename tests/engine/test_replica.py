@@ -25,7 +25,7 @@ START = 3  # the step after which the replica begins to record
 STEPS = 18
 
 
-class Ear(Listener):
+class ReplicaProbe(Listener):
     """Observes a loop, passes its events to a replica, and keeps the replica's result."""
 
     def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> None:
@@ -63,8 +63,8 @@ def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
 
 
 @contextmanager
-def observed(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[Ear]:
-    probe = Ear(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
+def observed(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[ReplicaProbe]:
+    probe = ReplicaProbe(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
     probe.context.install()
     try:
         yield probe
@@ -608,7 +608,7 @@ def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> Non
     assert "too little memory" in verdict["failure"]
 
 
-def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:
+def test_a_program_whose_module_is_never_called_gets_an_explanation() -> None:
     def bare() -> None:
         weights = torch.zeros(3, requires_grad=True)
         optimizer = torch.optim.SGD([weights], lr=0.1)

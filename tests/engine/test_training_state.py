@@ -89,7 +89,7 @@ def test_names_and_states(find, tmp_path):
     training_state, _ = find()
     state, made = a_script(training_state)
     assert list(state["modules"]) == ["netG", "odd", "ema"], "a separate copy is found, a module that does not train is not"
-    assert (list(state["optimizers"]), list(state["schedulers"])) == (["optimizer", "second"], ["both"]), "the state includes an optimizer that another object drives"
+    assert (list(state["optimizers"]), list(state["schedulers"])) == (["optimizer", "second"], ["both"]), "optimizers driven by other objects are included"
     assert same(dict(state["modules"]["netG"]["state"]), dict(made["netG"].state_dict()))
     assert state["modules"]["netG"]["versions"] == {key: value["version"] for key, value in made["netG"].state_dict()._metadata.items()}
     for name in ("optimizer", "second"):

@@ -130,7 +130,7 @@ def test_the_compilers_messages(tmp_path):
     assert said is None or "undefined_name" in said
 
 
-def test_nvcc_takes_ours(source):
+def test_nvcc_compiles_our_source(source):
     """Where nvcc is installed: the same text, for both targets."""
     for target in ("sm_80", "sm_90a"):
         assert nvcc(source.path, target) in ("", None)

@@ -64,7 +64,7 @@ COUNT = itertools.count()
         (lambda x: x * 2 + next(COUNT) * 1e-9, "determinism", "differs between two calls"),
     ],
 )
-def test_a_fault_is_seen(call, check, says):
+def test_a_fault_is_detected(call, check, says):
     found = outcome(with_call(call), f"double: {check}")
     assert found.status == "failed"
     assert says in found.why
@@ -106,7 +106,7 @@ def test_a_wrong_registration_is_detected():
 # -- naming the kernel to check ----------------------------------------------------------------------------------------
 
 
-def test_a_function_beside_its_reference(tmp_path):
+def test_a_function_next_to_its_reference(tmp_path):
     path = tmp_path / "mine_to_check.py"
     path.write_text("import torch\nfrom flatout.kernels.kernel import Case\n\n"
                     "def twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"

@@ -1,4 +1,6 @@
-"""Slurm's batch script and Kubernetes' manifest: every argument arrives, options are read or refused, and bash runs the script."""
+"""Slurm's batch script and Kubernetes' manifest: every argument arrives, options are accepted or rejected,
+and bash runs the script.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_every_argument_survives_the_batch_script(command):
 
 
 def unexpanded(word: str) -> str:
-    """What a kubelet makes of a word (k8s.io/kubernetes/third_party/forked/golang/expansion): $$ is $, $(NAME) of a variable that is set is its value."""
+    """A word as a kubelet expands it (k8s.io/kubernetes/third_party/forked/golang/expansion): $$ is $,
+    $(NAME) of a set variable is its value.
+    """
     return re.sub(r"\$(\$|\(HOME\))", lambda found: "$" if found[1] == "$" else "/root", word)
 
 
@@ -73,7 +77,7 @@ def test_a_manifest_says_how_many_and_what_they_may_take():
         (Nodes(1, 4, 1, HERE), Pods("i", kind="TrainJob"), "fixed number of nodes"),
     ],
 )
-def test_what_kubernetes_would_refuse_is_refused_here(nodes, pods, said):
+def test_a_manifest_that_kubernetes_would_reject_is_rejected_here(nodes, pods, said):
     with pytest.raises(UsageError) as refused:
         manifest(nodes, ["python"], pods)
     assert said in str(refused.value)
@@ -93,13 +97,13 @@ def test_sbatch_options_become_directives():
 
 @pytest.mark.parametrize(("options", "said"), [("--nodes=3", "is set by flatout"), ("-N3", "is set by flatout"), ("gpu", "is not an option of sbatch"),
                                                ("--comment='a", "cannot be read"), ("'--comment=a\nb'", "line break")])
-def test_sbatch_options_that_cannot_be_meant(options, said):
+def test_invalid_sbatch_options(options, said):
     with pytest.raises(UsageError) as refused:
         directives(options, Nodes(2, 2, 1, HERE))
     assert said in str(refused.value)
 
 
-# What a shell does with the script needs no Slurm: its two commands write down what they are called with.
+# A shell runs the script without Slurm: its two commands record their arguments.
 SCONTROL = "#!/bin/sh\necho localhost\necho node2\n"
 SRUN = """#!/bin/sh
 for word in "$@"; do printf '%s\\0' "$word"; done > srun.words
@@ -114,7 +118,7 @@ def tool(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_are_told(tmp_path):
+def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_start(tmp_path):
     odd = ["python", "train.py", "a b", "$HOME", "`id`", "'\"", "new\nline", "", "*", "--", "é", "\\"]
     tool(tmp_path, "scontrol", SCONTROL)
     tool(tmp_path, "srun", SRUN)
@@ -131,7 +135,7 @@ def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_are_to
         pass
 
 
-def test_a_script_is_submitted_or_its_path_is_told(tmp_path, monkeypatch):
+def test_a_script_is_submitted_or_its_path_is_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     script, path = batch_script(Nodes(2, 2, 1, HERE), ["python", "train.py"]), tmp_path / "out" / "my job.sbatch"
     assert f"sbatch '{path}'" in submit(script, path)

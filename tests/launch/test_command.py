@@ -1,4 +1,4 @@
-"""What a person typed: which program, which script, and whether Python lets us in."""
+"""The typed command: which program, which script, and whether Python allows flatout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with train.py, a package with __main__, and programs called python, torchrun and go.sh on the PATH."""
+    """A folder with train.py, a package with __main__, and programs called python, torchrun and go.sh on the
+    PATH.
+    """
     for name in ("train.py", "sub/other.py", "pkg/__init__.py", "pkg/__main__.py", "pkg/train.py", "app/__main__.py", "with space.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("pass\n")
@@ -84,14 +86,14 @@ def test_a_script_alone_runs_under_this_python(here):
         ([""], ProgramNotFound, "''"),
     ],
 )
-def test_what_is_not_there(here, typed, kind, says):
+def test_missing_programs(here, typed, kind, says):
     with pytest.raises(kind) as caught:
         understand(typed)
     assert says in str(caught.value)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=8), max_size=5))
-def test_any_words_are_a_command_or_an_error_with_a_sentence(here, words):
+def test_any_words_are_a_command_or_a_clear_error(here, words):
     for first in ([], ["python"], ["python", "-m"], ["torchrun"]):
         try:
             command = understand([*first, *words])
@@ -112,7 +114,7 @@ def test_titles_are_names_of_folders(here):
     assert understand(["go.sh"]).title == "go-sh"
 
 
-def test_the_digest_tells_commands_and_folders_apart(here, monkeypatch):
+def test_the_digest_distinguishes_commands_and_folders(here, monkeypatch):
     commands = [["python", "train.py"], ["python", "train.py", "--lr", "1"], ["python", "train.py", "--lr 1"], ["train.py"]]
     digests = [understand(words).digest for words in commands]
     assert len(set(digests)) == len(digests)

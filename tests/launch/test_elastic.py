@@ -1,4 +1,6 @@
-"""Programs on several nodes: what a person may ask, the agent's command line, the rendezvous, and real agents with real ranks on this machine."""
+"""Programs on several nodes: the options, the agent's command line, the rendezvous, and real agents with real
+ranks on this machine.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ words = st.lists(st.text(st.characters(blacklist_characters="\0", blacklist_cate
         ({"nodes": "2", "node_rank": 0, "cluster": "--k8s"}, "--k8s knows the hosts itself"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_next_command(options, said):
+def test_contradictory_options_are_rejected_with_the_next_command(options, said):
     with pytest.raises(UsageError) as refused:
         nodes_of(**options)
     assert said in str(refused.value)
 
 
-def test_what_is_asked():
+def test_options():
     assert nodes_of(None, procs=4) is None
     assert nodes_of("1:4", 3, "10.0.0.1:29400", procs=2, restarts=5) == Nodes(1, 4, 2, Endpoint("10.0.0.1", 29400), 3, 5)
     assert nodes_of("2", None, "[fe80::1]:29400", gpus=8) == Nodes(2, 2, 8, Endpoint("fe80::1", 29400), None, 0, True)
@@ -66,7 +68,7 @@ def test_what_is_asked():
 
 
 @given(words, st.booleans(), st.sampled_from([None, 0, 1]), st.booleans())
-def test_the_agent_hears_what_was_asked(arguments, gpus, node_rank, divided):
+def test_the_agent_gets_the_options(arguments, gpus, node_rank, divided):
     nodes = Nodes(1, 2, 3, Endpoint("fe80::1", 29400), node_rank, 4, gpus)
     info = agent_command(nodes, Command((), ("python", *arguments)), divided)
     assert info[1:4] == ["-P", "-m", "flatout.cli.agent"]
@@ -86,10 +88,10 @@ def test_torchrun_hands_on_every_argument(arguments):
     assert (config.rdzv_endpoint, config.local_addr, config.run_id) == ("h:29400", "10.0.0.1", job_name(["python", *arguments]))
 
 
-def test_who_can_bind_the_address_serves():
+def test_the_node_that_can_bind_the_address_serves():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert claimed(Endpoint("127.0.0.1", port), None, True) is None  # somebody on this machine serves already
+        assert claimed(Endpoint("127.0.0.1", port), None, True) is None  # another process on this machine serves already
         assert claimed(Endpoint("192.0.2.1", port), None, True) is None  # TEST-NET-1: no machine has it
         with pytest.raises(UsageError, match="node 0 cannot listen"):
             claimed(Endpoint("192.0.2.1", port), 0, True)
@@ -100,18 +102,18 @@ def test_who_can_bind_the_address_serves():
     mine.close()
 
 
-def test_a_name_that_is_the_machine_itself_on_every_machine_is_refused(monkeypatch):
+def test_a_name_that_every_machine_resolves_to_itself_is_rejected(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))])
     with pytest.raises(UsageError, match=r"node1 is 127\.0\.1\.1 on this machine"):
         claimed(Endpoint("node1", 29400), None, True)
 
 
-def test_every_address_is_no_place_to_meet():
+def test_the_wildcard_address_is_no_rendezvous():
     with pytest.raises(UsageError, match="other nodes cannot connect to it"):
         claimed(Endpoint("0.0.0.0", 29400), None, True)
 
 
-def test_a_host_nobody_knows_is_named(monkeypatch):
+def test_an_unknown_host_is_named(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -120,7 +122,7 @@ def test_a_host_nobody_knows_is_named(monkeypatch):
         claimed(Endpoint("no-such-host.invalid", 29400), None, True, wait=lambda _: None)
 
 
-def test_ranks_are_told_the_interface_and_a_share_of_the_cores_unless_the_person_has_chosen():
+def test_ranks_get_the_interface_and_a_share_of_the_cores_unless_the_user_has_chosen():
     nodes = Nodes(2, 2, 2, Endpoint("127.0.0.1", 1))
     own = own_address(nodes.rendezvous)
     info = for_ranks(nodes, own, {})
@@ -129,7 +131,7 @@ def test_ranks_are_told_the_interface_and_a_share_of_the_cores_unless_the_person
     assert for_ranks(nodes, own, {"GLOO_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "3"}) == {}
 
 
-# Ranks need no torch to be ranks: the program writes down what it sees, and fails where it is told to.
+# Ranks need no torch: the program records its environment, and fails where it is told to.
 PROGRAM = '''\
 import json, os, signal, sys, time
 from pathlib import Path
@@ -156,7 +158,7 @@ def records(folder: Path) -> dict[str, list]:
 
 
 class Agents:
-    """Agents on this machine, as if it were several."""
+    """Several agents on this machine, as if on several nodes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.running = folder, []
@@ -172,7 +174,7 @@ class Agents:
         return self.running[-1]
 
     def left(self) -> list[int]:
-        """Processes of these programs that live."""
+        """Living processes of these programs."""
         return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _read(path)]
 
     def end(self) -> None:
@@ -199,14 +201,15 @@ def free_port() -> int:
 def until(true, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "this never came"
+        assert time.monotonic() < deadline, "this never happened"
         time.sleep(0.05)
 
 
-def test_a_node_that_joins_later_and_a_failure_that_is_tried_again(agents, tmp_path):
-    """Three rounds: alone, two, two again. Ranks believe to be alone, each round meets at a store of its own, and what rank 0 prints is there once.
+def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path):
+    """Three rounds: one rank, two, two again. Each rank sees a single process, each round uses its own store,
+    and rank 0's output appears once.
 
-    At torch's own store, that of the first round, a node that comes later waits in vain.
+    At torch's own store, that of the first round, a node that joins later waits in vain.
     """
     nodes = Nodes(1, 2, 1, Endpoint("127.0.0.1", free_port()), None, 1, True)
     agents.environment |= {"CUDA_VISIBLE_DEVICES": "5,7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "SLURM_JOB_ID": "7"}
@@ -241,13 +244,13 @@ def test_a_node_that_joins_later_and_a_failure_that_is_tried_again(agents, tmp_p
     assert all("no authentication" in err for (_, err), _ in done)
 
 
-def test_a_failure_names_its_rank_and_leaves_with_its_code(agents):
+def test_a_failure_names_its_rank_and_exits_with_its_code(agents):
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--fail", "9", "--stay")
     _, err = agent.communicate(timeout=90)
     assert agent.returncode == 1
     assert "rank 1 (" in err
     assert "failed first on this node, with exit code 1" in err
-    assert "RuntimeError: rank 1 cannot go on" in err  # rank 1 writes into a file: its last words are shown
+    assert "RuntimeError: rank 1 cannot go on" in err  # rank 1 writes into a file: its last output is shown
     assert "Traceback" not in err.split("The end of its output")[0]
 
 

@@ -1,4 +1,6 @@
-"""Launches of several ranks: who they are, whose failure counts, which signals reach them, and that nothing stays."""
+"""The local launcher: the environment of ranks, whose failure counts, which signals reach them, and that no
+process remains.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def note(name, text="x"):
     beside.write_text(str(text))
     beside.rename(here / f"{name}.{rank}")
 '''
-# Ranks that wait for each other as those of a training do: when one is gone the others hear it from their connection, and fail.
+# Ranks that wait for each other as in a training: when one is gone the others notice it on their connection,
+# and fail.
 BOUND = NOTES + '''
 import atexit, ctypes, socket
 victim, how = sys.argv[1], sys.argv[2]
@@ -79,24 +82,26 @@ step()
 '''
 
 
-PATIENT = "watching.KILL_S = 15.0"  # what is tested is the order, on a machine that may be busy
+PATIENT = "watching.KILL_S = 15.0"  # the test is about the order, on a machine that may be busy
 
 
 def changed(code):
-    """The launcher, with something in it or in this kernel changed."""
+    """The launcher, with a change in it or in this kernel."""
     return [sys.executable, "-c", f"import os, sys\nfrom flatout.launch import gang, watching\n{code}\nsys.exit(gang.main(sys.argv[1:]))"]
 
 
 @pytest.fixture
 def launches(tmp_path):
-    """Where launches have their folders."""
+    """The folder for launches."""
     (tmp_path / "launches").mkdir()
     return tmp_path / "launches"
 
 
 @pytest.fixture
 def local_launcher(flatout, launches):
-    """``gang(source, *words, procs=3)`` runs a program as ranks and answers how the launch ended; nothing of it may be left."""
+    """``gang(source, *words, procs=3)`` runs a program as ranks and returns how the launch ended; no process
+    of it may remain.
+    """
 
     def run(source, *words, procs=3, command=None, env=None, launcher=LOCAL_LAUNCHER, **options):
         (flatout.folder / "train.py").write_text(source)
@@ -111,7 +116,9 @@ def local_launcher(flatout, launches):
 
 @pytest.fixture
 def begin(flatout, launches):
-    """``begin(source)`` starts a launch in its own session and answers its process once every rank has written its note `ready`."""
+    """``begin(source)`` starts a launch in its own session and returns its process once every rank has
+    written its note `ready`.
+    """
     begun = []
 
     def start(source, procs=2, ready=True, prefix=(), launcher=LOCAL_LAUNCHER, **options):
@@ -126,7 +133,7 @@ def begin(flatout, launches):
     yield start
     for process in begun:
         process.kill()
-        flatout.close()  # whatever is left holds what it prints open
+        flatout.close()  # any remaining process keeps its output open
         process.communicate()
 
 
@@ -134,10 +141,10 @@ def noted(folder, name):
     return [path.read_text() for path in sorted(folder.glob(f"{name}.*"))]
 
 
-# -- who a rank is ------------------------------------------------------------------------------------------------------
+# -- the environment of a rank ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_rank_is_told(local_launcher, flatout):
+def test_the_environment_of_a_rank(local_launcher, flatout):
     source = NOTES + ("import json, stat\ngang = os.environ['FLATOUT_LAUNCH']\n"
                       "note('told', json.dumps([dict(os.environ), oct(stat.S_IMODE(os.stat(gang).st_mode)), sys.stdin.read()]))\nprint('out of', rank)\n")
     inherited = {"RANK": "5", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1", "OMPI_COMM_WORLD_RANK": "2", "OMP_NUM_THREADS": "",
@@ -157,7 +164,7 @@ def test_what_a_rank_is_told(local_launcher, flatout):
     assert not Path(info[0][0]["FLATOUT_LAUNCH"]).exists()
 
 
-def test_the_number_of_threads_is_the_persons():
+def test_the_users_number_of_threads_is_kept():
     def of(**environment):
         return rank_environment(environment, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=10).get("OMP_NUM_THREADS")
 
@@ -169,7 +176,7 @@ def test_the_number_of_threads_is_the_persons():
     ("0,1", 2, ["0", "1"]), ("3, 1,2", 2, ["3", "1"]), ("GPU-8f6d,GPU-11aa", 2, ["GPU-8f6d", "GPU-11aa"]), ("MIG-1/2/0,GPU-3", 1, ["MIG-1/2/0"]),
     ("0,1,-1,2", 3, None), ("", 1, None), ("0,0", 2, None), ("NoDevFiles", 1, None), ("0", 2, None),
 ])
-def test_the_persons_list_of_devices_is_respected(listed, procs, devices, monkeypatch):
+def test_the_users_list_of_devices_is_respected(listed, procs, devices, monkeypatch):
     monkeypatch.setattr("flatout.launch.rank_variables._gpus", lambda: 0)
     if devices is None:
         with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES=.* and \d ranks need one each\. `--(gpus|procs)"):
@@ -178,7 +185,7 @@ def test_the_persons_list_of_devices_is_respected(listed, procs, devices, monkey
         assert cuda_devices({"CUDA_VISIBLE_DEVICES": listed}, procs) == devices
 
 
-def test_devices_that_are_not_there(monkeypatch):
+def test_missing_devices(monkeypatch):
     monkeypatch.setattr("flatout.launch.rank_variables._gpus", lambda: 2)
     assert cuda_devices({}, 2) == ["0", "1"]
     assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1,0,5"}, 2) == ["1", "0"]
@@ -196,7 +203,7 @@ def test_devices_that_are_not_there(monkeypatch):
     (["--procs", "2", "--", "./not-a-program"], 127, "cannot be started: Exec format error"),
     (["--gpus", "99", "--", "python", "-c", "pass"], 2, "ranks need one each"),
 ])
-def test_what_cannot_be_started(flatout, launches, words, code, said):
+def test_programs_that_cannot_be_started(flatout, launches, words, code, said):
     (flatout.folder / "not-a-program").write_bytes(b"\x00\x01")
     (flatout.folder / "not-a-program").chmod(0o755)
     done = flatout(*words, python=LOCAL_LAUNCHER, env={"TMPDIR": str(launches)})
@@ -219,7 +226,10 @@ def test_the_launcher_needs_no_torch():
     ("os_exit", 7, "with exit code 7"), ("hook", 1, "with exit code 1"), ("SIGKILL", 137, r"by SIGKILL \(exit code 137\)"), ("SIGSEGV", 139, "by SIGSEGV"),
 ])
 def test_the_first_failure_is_named(local_launcher, how, code, ending):
-    """All ranks fail; all but one because they have lost another. Those are often gone before the one that was first."""
+    """All ranks fail, and all but one because they have lost another.
+
+    Those often exit before the first one.
+    """
     done = local_launcher(BOUND, "1", how, launcher=LOCAL_LAUNCHER if how == "hangs" else changed(PATIENT))
     assert done.code == code
     named = re.search(rf"^flatout: rank 1 \(\S+, process \d+\) failed first, {ending}.*$", done.err, re.MULTILINE)
@@ -233,8 +243,8 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
     assert {path.name for path in folder.glob("rank*.log")} == {"rank1.log", "rank2.log"}
 
 
-def test_a_cause_that_is_heard_after_its_effect(local_launcher):
-    """Rank 0 says that it has lost another one. The other one says nothing, and ends a moment later."""
+def test_a_cause_that_is_observed_after_its_effect(local_launcher):
+    """Rank 0 reports that it has lost another one. The other one reports nothing, and ends a moment later."""
     done = local_launcher(BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nwatching.SECOND_LOOK_S = 5.0"))
     assert "rank 1 (" in done.err
     assert done.code == 7
@@ -247,8 +257,8 @@ def test_the_failure_of_rank_0_is_not_printed_twice(local_launcher):
     assert done.code == 1
 
 
-def test_what_python_did_not_say_is_the_end_of_the_log(local_launcher):
-    """`python -I` keeps us out; a program that is no Python never let us in. What it printed is all there is."""
+def test_without_a_crash_report_the_end_of_the_log_is_shown(local_launcher):
+    """`python -I` disables flatout, and other programs never load it. Their output is all there is."""
     source = "import os, sys, time\nif os.environ['FLATOUT_RANK'] == '1':\n    print('last', 'line')\n    sys.exit('gone')\ntime.sleep(60)"
     for command in (["python", "-I", "train.py"], ["sh", "-c", "[ $FLATOUT_RANK = 1 ] || exec sleep 60; echo last line; echo gone >&2; exit 1"]):
         done = local_launcher(source, procs=2, command=command)
@@ -257,7 +267,7 @@ def test_what_python_did_not_say_is_the_end_of_the_log(local_launcher):
 
 
 def test_a_program_inside_a_script(local_launcher):
-    """The rank is the shell; its Python says what happened, when it happened, and the shell ends long after."""
+    """The rank is the shell. Its Python reports the error when it happens, and the shell ends much later."""
     source = NOTES + ("if rank == '1':\n    raise ValueError('inside')\n"
                       "while not Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed').exists():\n    time.sleep(0.01)\nsys.exit(5)\n")
     command = ["sh", "-c", "python train.py; code=$?; [ $FLATOUT_RANK = 0 ] || sleep 0.6; exit $code"]
@@ -274,7 +284,10 @@ def test_a_helper_that_fails_is_no_failure_of_its_rank(local_launcher):
 
 
 def test_only_the_first_is_explained(local_launcher, flatout):
-    """All ranks fail. The explanation stands below the traceback of the one that was first, also where it takes longer to find."""
+    """All ranks fail.
+
+    The explanation appears below the traceback of the first one, also where it takes longer to find.
+    """
     (flatout.folder / "entry_of_test.py").write_text("import os, time\ndef explain(error):\n    time.sleep(0.2 * (os.environ['FLATOUT_RANK'] == '1'))\n"
                                                      "    return ['because of ' + str(error)]\n")
     source = NOTES + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwords = Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed')\nnote('ready')\n"
@@ -287,8 +300,10 @@ def test_only_the_first_is_explained(local_launcher, flatout):
     assert "because of" not in (folder / "rank2.log").read_text()
 
 
-def test_an_explanation_keeps_no_traceback_back(local_launcher, flatout):
-    """torch, once a process group is made, prints a traceback with the rank before each line, and only when every hook before its own is through."""
+def test_an_explanation_delays_no_traceback(local_launcher, flatout):
+    """Once a process group exists, torch prints a traceback with the rank before each line, but only after
+    every earlier hook has run.
+    """
     (flatout.folder / "entry_of_test.py").write_text("import time\ndef explain(error):\n    time.sleep(600)\n")
     source = NOTES + ("import io\nbefore = sys.excepthook\ndef prefixing(*what):\n    really, sys.stderr = sys.stderr, io.StringIO()\n    before(*what)\n"
                       "    said, sys.stderr = sys.stderr.getvalue(), really\n"
@@ -300,8 +315,8 @@ def test_an_explanation_keeps_no_traceback_back(local_launcher, flatout):
     assert done.code == 1
 
 
-def test_the_first_that_came_to_the_top_may_ring_later(local_launcher):
-    """Which rank is explained is decided when its exception reaches the top; that one is named, too."""
+def test_the_first_exception_may_be_reported_later(local_launcher):
+    """The explained rank is chosen when its exception reaches the top level; that rank is named, too."""
     source = NOTES + ("gang = Path(os.environ['FLATOUT_LAUNCH'])\n"
                       "if rank == '0':\n    (gang / 'bell').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
                       "    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n")
@@ -315,7 +330,7 @@ def test_the_first_that_came_to_the_top_may_ring_later(local_launcher):
     ("os._exit(7)", "os._exit(8)", "with exit code 7"),
 ])
 def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other, ending):
-    """On a busy machine it hears of several ends at once: words and ends of processes have one order."""
+    """On a busy machine it receives several ends at once: output and process ends keep one order."""
     wait = "while not (here / f'go{rank}').exists():\n    time.sleep(0.01)\n"
     launcher = begin(f"note('ready', os.getpid())\n{wait}if rank == '1':\n    {one}\n{other}\n")
     zero, one_pid = (int(number) for number in noted(flatout.folder, "ready"))
@@ -329,14 +344,14 @@ def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other,
 
 
 def test_an_older_kernel(local_launcher):
-    """Without pidfd_open (Linux 5.3) it is told that some child has ended, and asks each."""
+    """Without pidfd_open (Linux 5.3) it learns only that some child has ended, and checks each."""
     without = changed("def pidfd_open(pid):\n    raise OSError(38, 'Function not implemented')\nos.pidfd_open = pidfd_open")
     done = local_launcher(BOUND, "1", "SIGKILL", launcher=without)
     assert done.code == 137
     assert "rank 1 (" in done.err
 
 
-def test_ranks_that_go_on_alone_are_named_once(begin, flatout):
+def test_ranks_that_continue_alone_are_named_once(begin, flatout):
     source = "while rank == '1' and not (here / 'go').exists():\n    time.sleep(0.01)"
     launcher = begin(source, ready=False, launcher=changed("watching.SILENCE_S = 0.2"))
     said = launcher.stderr.readline().decode()
@@ -346,12 +361,12 @@ def test_ranks_that_go_on_alone_are_named_once(begin, flatout):
     assert (launcher.returncode, err) == (0, b"")
 
 
-def test_one_that_ends_early_is_waited_for(local_launcher, flatout):
+def test_a_rank_that_ends_early_is_waited_for(local_launcher, flatout):
     done = local_launcher(NOTES + "if rank == '1':\n    time.sleep(0.5)\n    note('late')\n", procs=2)
     assert (done.code, done.err, noted(flatout.folder, "late")) == (0, "", ["x"])
 
 
-# -- nothing stays ------------------------------------------------------------------------------------------------------
+# -- no process remains -----------------------------------------------------------------------------------------------------
 
 FAMILY = '''
 def child(number, **options):
@@ -375,7 +390,9 @@ def family(folder):
 
 
 def test_a_failure_ends_everything(begin, flatout):
-    """Ranks that save, ranks that do not hear, their workers, and what has left their sessions: all gone when the launcher is."""
+    """Ranks that save, ranks that ignore signals, their workers, and processes in other sessions: all are
+    gone when the launcher is.
+    """
     source = FAMILY + ('''
 def save(*what):
     note("saved")
@@ -397,7 +414,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["running", "held"])
-def test_whoever_kills_the_launcher_kills_all_of_it(begin, flatout, launches, held):
+def test_killing_the_launcher_kills_everything(begin, flatout, launches, held):
     launcher = begin(FAMILY + "time.sleep(600)")
     if held:
         for number in family(flatout.folder):
@@ -408,8 +425,8 @@ def test_whoever_kills_the_launcher_kills_all_of_it(begin, flatout, launches, he
     until(lambda: not list(launches.iterdir()), 3.0)
 
 
-def test_what_is_meant_to_stay_stays(local_launcher, flatout):
-    """After a good end nothing is killed: a program may leave a server behind."""
+def test_a_background_server_stays(local_launcher, flatout):
+    """After a successful end nothing is killed: a program may leave a server behind."""
     source = NOTES + ("child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
                       "note('child', child.pid)")
     process = flatout.start("--procs", "1", "--", "python", "-c", source, python=LOCAL_LAUNCHER)
@@ -449,7 +466,7 @@ def test_signals_reach_every_rank_once(begin, flatout, to):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_that_nobody_handles_ends_all(begin, number):
+def test_an_unhandled_signal_ends_all(begin, number):
     launcher = begin("note('ready')\ntime.sleep(600)")
     os.kill(launcher.pid, number)
     _, err = launcher.communicate(timeout=30)
@@ -458,7 +475,7 @@ def test_a_signal_that_nobody_handles_ends_all(begin, number):
 
 
 def test_the_second_one_does_not_wait(begin, flatout):
-    """A rank that takes its time is not asked for ever, but two signals of one `timeout` are one."""
+    """A rank that takes its time does not block for ever, but two signals of one `timeout` are one."""
     launcher = begin(COUNTING, launcher=changed("watching.ONE_PRESS_S = 2.0"))
     for times in (1, 2):
         os.kill(launcher.pid, signal.SIGTERM)
@@ -472,7 +489,7 @@ def test_the_second_one_does_not_wait(begin, flatout):
 
 
 def test_nohup_holds(begin, flatout):
-    """A hangup that nobody minds does not end the launch, nor make what fails afterwards an end that was asked for."""
+    """A hangup that no rank handles neither ends the launch nor makes a later failure a requested end."""
     source = "note('ready')\nwhile not (here / 'go').exists():\n    time.sleep(0.01)\nassert rank == '0', 'long after'"
     launcher = begin(source, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     os.kill(launcher.pid, signal.SIGHUP)
@@ -502,7 +519,10 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def test_a_terminal(begin, flatout):
-    """Rank 0 reads it, the others have one as large, at its end. Ctrl-C reaches each rank once, Ctrl-Z holds all of them, and `fg` continues them."""
+    """Rank 0 reads the terminal; the others have one of equal size, at end of file.
+
+    Ctrl-C reaches each rank once, Ctrl-Z stops all of them, and `fg` continues them.
+    """
     typed, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (33, 111))
     source = ("note('pid', os.getpid())\nnote('size', os.popen('stty size').read())\nnote('read', sys.stdin.readline().strip())\n" + COUNTING)
@@ -525,8 +545,11 @@ def test_a_terminal(begin, flatout):
     os.close(typed)
 
 
-def test_a_stop_from_elsewhere_holds_the_ranks(begin, flatout):
-    """Without a terminal, as a queue does it. The launcher of this test has nobody who could continue it but us, so it stays awake, as the kernel rules."""
+def test_a_stop_from_another_process_stops_the_ranks(begin, flatout):
+    """Without a terminal, as a queue does it.
+
+    Only this test could continue its launcher, so the launcher stays awake, as the kernel's rules require.
+    """
     launcher = begin("note('pid', os.getpid())\n" + COUNTING)
     pids = [int(number) for number in noted(flatout.folder, "pid")]
     os.kill(launcher.pid, signal.SIGTSTP)
@@ -565,12 +588,12 @@ def test_the_rule():
     "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
     "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
 ])
-def test_words_of_one_that_has_lost_another(words):
+def test_messages_of_a_rank_that_has_lost_another(words):
     assert LOST_ANOTHER.search(words)
     assert not LOST_ANOTHER.search("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_what_is_shown():
+def test_the_shown_output():
     words = "Traceback (most recent call last):\n  x\nValueError: a\n"
     assert shown(words, "loss 1\n" + words + "flatout: because\n") == words + "flatout: because"
     assert shown(words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n") == words + "flatout: because"

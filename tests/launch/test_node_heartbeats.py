@@ -1,4 +1,4 @@
-"""Nodes hear of each other through a real store, with beats that come quickly."""
+"""Nodes observe each other through a real store, with fast heartbeats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def job(quick):
-    """The serving node of two, a beating second one, and what was told."""
+    """The serving node of two, a second one that sends heartbeats, and the messages."""
     listening = claimed(Endpoint("127.0.0.1", 0), 0, several=True)
     at = Endpoint("127.0.0.1", listening.getsockname()[1])
     store, gone = served(torch, listening), []
@@ -43,9 +43,9 @@ def info(job, seconds: float = 10.0) -> bool:
     return any(job.gone or pause.wait(0.05) for _ in range(round(seconds / 0.05)))
 
 
-def test_a_node_that_falls_silent_is_told_once(job):
+def test_a_node_without_heartbeats_is_reported_once(job):
     assert not info(job, 1.0)
-    job.second._over.set()  # as if it were killed: it says nothing
+    job.second._over.set()  # as if it were killed: it sends nothing
     assert info(job)
     threading.Event().wait(1.0)
     assert job.gone == ["b"]
@@ -58,7 +58,7 @@ def test_a_node_that_is_done_is_not_missed(job):
     assert not info(job, 1.5)
 
 
-def test_the_one_that_serves_waits_for_the_others(job):
+def test_the_serving_node_waits_for_the_others(job):
     ending = threading.Thread(target=job.first.finish)
     ending.start()
     ending.join(1.0)
@@ -76,7 +76,7 @@ def test_the_serving_node_does_not_wait_for_one_that_is_gone(job):
     job.first.finish()
 
 
-def test_a_node_that_hears_no_answer_is_cut_off(quick):
+def test_a_node_without_an_answer_is_cut_off(quick):
     with socket.create_server(("127.0.0.1", 0)) as server:
         at = Endpoint("127.0.0.1", server.getsockname()[1])
     cut = threading.Event()

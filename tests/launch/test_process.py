@@ -1,4 +1,4 @@
-"""Programs as whole groups: their terminal, their output, holding them, and ending all of them."""
+"""Programs as process groups: their terminal, their output, pausing them, and ending all of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_a_program_that_cannot_be_started(start):
 
 
 def test_its_input_is_a_terminal_at_its_end(start, tmp_path):
-    """``stty size`` answers at import of some scripts; ``input()`` meets the end of file instead of waiting for ever."""
+    """Some scripts call ``stty size`` at import; ``input()`` meets the end of file instead of waiting for
+    ever.
+    """
     program = start("import sys, subprocess\nprint(sys.stdin.isatty())\nprint(len(subprocess.check_output(['stty', 'size']).split()))\n"
                     "for _ in range(20):\n    try:\n        input()\n    except EOFError:\n        print('end')\nprint(repr(sys.stdin.read()))")
     assert program.end(20.0) == 0
@@ -73,8 +75,10 @@ def test_output_that_fits_is_whole(start, tmp_path):
     assert (tmp_path / "out").read_text().split() == [str(at) for at in range(20000)]
 
 
-def test_holding_holds_every_process_of_it(start, tmp_path):
-    """Loader workers and their grandchildren too, also those with a session of their own; no tick is counted meanwhile."""
+def test_pausing_stops_every_process_of_it(start, tmp_path):
+    """Loader workers and their grandchildren stop too, also those in their own session; no step is counted
+    meanwhile.
+    """
     tick = ("import os, sys, time\nwhile True:\n    open(sys.argv[1] + str(os.getpid()), 'a').write('x')\n    time.sleep(0.01)\n")
     code = (f"import subprocess, sys\ntick = {tick!r}\n"
             f"for session in (False, True): subprocess.Popen([sys.executable, '-c', tick, {str(tmp_path / 'tick-')!r}], start_new_session=session)\n"
@@ -110,7 +114,7 @@ def test_ending_ends_the_whole_group_also_where_the_leader_is_gone(start, tmp_pa
     until(lambda: not alive(child))
 
 
-def test_a_program_that_ignores_being_told_to_end(start):
+def test_a_program_that_ignores_the_request_to_end(start):
     program = start("import signal, time\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)")
     time.sleep(0.3)
     program.end(0.2)
@@ -119,7 +123,7 @@ def test_a_program_that_ignores_being_told_to_end(start):
 
 @pytest.mark.parametrize("held", [False, True], ids=["running", "held"])
 def test_it_dies_with_flatout(tmp_path, held):
-    """Whoever kills flatout outright leaves no program behind, not even a stopped one."""
+    """Killing flatout outright leaves no program behind, not even a stopped one."""
     code = ("import os, sys, time\nfrom pathlib import Path\nfrom flatout.launch.process import Program\nfolder = Path(sys.argv[1])\n"
             "program = Program([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, folder / 'out', folder / 'err')\n"
             f"time.sleep(0.2)\n{'program.stop()' if held else ''}\nprint(program.process.pid, flush=True)\ntime.sleep(600)\n")
@@ -133,7 +137,7 @@ def test_it_dies_with_flatout(tmp_path, held):
     until(lambda: not alive(child))
 
 
-def test_ending_twice_is_nothing(start):
+def test_ending_twice_does_nothing(start):
     program = start("pass")
     assert program.end(20.0) == 0
     program.end(0.0)

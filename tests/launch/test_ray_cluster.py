@@ -1,4 +1,6 @@
-"""A real Ray cluster of two nodes on this machine, where Ray is installed; without it, what is said."""
+"""A real Ray cluster of two nodes on this machine, where Ray is installed; otherwise the message that names
+the next command.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def test_without_ray_the_next_command_is_named(monkeypatch):
         connect("auto")
 
 
-def test_a_node_is_told_what_differs_from_this_process(tmp_path, monkeypatch):
+def test_a_node_gets_the_differences_from_this_process(tmp_path, monkeypatch):
     (tmp_path / "job.json").write_text('{"plan": 1}')
     monkeypatch.setenv("HERE", "before")
     info = work(["python", "train.py"], {**os.environ, "HERE": "after", "NEW": "1", "FLATOUT_JOB": str(tmp_path / "job.json"), "PYTHONPATH": "/ours"})
@@ -42,7 +44,7 @@ def test_a_node_is_told_what_differs_from_this_process(tmp_path, monkeypatch):
 
 
 @there
-def test_ranks_on_two_nodes_know_themselves_and_rank_0_is_heard(cluster, tmp_path):
+def test_ranks_on_two_nodes_know_their_rank_and_rank_0_prints(cluster, tmp_path):
     observed = []
     assert run_ranks(cluster, RayJob((sys.executable, "-c", PROGRAM, str(tmp_path), "-"), str(tmp_path)), 3, False, show=observed.append) == 0
     assert b"".join(observed) == b"I am 0\n"
@@ -61,7 +63,7 @@ def test_the_first_failure_ends_the_others(cluster, tmp_path):
 
 
 @there
-def test_what_the_cluster_cannot_do_is_said(cluster, tmp_path, monkeypatch):
+def test_unsupported_requests_are_explained(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "PLACE_S", 2.0)
     with pytest.raises(NodesApart, match="no room for 9 ranks of 1 CPU"):
         run_ranks(cluster, RayJob(("true",), str(tmp_path)), 9, False)

@@ -1,4 +1,6 @@
-"""What supervision concludes, without a process: limits, stacks, endings, whether one more start makes sense."""
+"""The conclusions of supervision, without a process: limits, stacks, exits, and whether a restart makes
+sense.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LENGTHS = st.tuples(st.lists(st.floats(0.6, 30.0), min_size=1, max_size=6), st.i
 
 @given(LENGTHS)
 def test_the_limit_is_five_times_the_99th_percentile_and_never_below_the_floor(drawn):
-    """Steps of any lengths, looked at every half second: the limit is what the exact lengths give, but for what looking cannot resolve."""
+    """Steps of any length, sampled every half second: the limit is that of the exact lengths, up to the
+    resolution of sampling.
+    """
     long, short, draw = drawn
     lengths = [*long, *[0.05] * short]
     draw.shuffle(lengths)
@@ -39,12 +43,12 @@ def test_the_limit_is_five_times_the_99th_percentile_and_never_below_the_floor(d
     assert silence.limit_s <= max(FLOORS_S[TRAINING], 5 * (ordered[0] + LOOK_S))
 
 
-def test_what_it_does_decides_the_limit():
+def test_the_current_activity_decides_the_limit():
     silence = StallTimer(0.0, floor_s=3.0)
     silence.observe(1.0, 1, 1, TRAINING)
     assert silence.limit_s == 3.0
     silence.observe(2.0, 2, 1, EVALUATING)
-    assert silence.limit_s == 300.0  # a shorter least silence is for steps
+    assert silence.limit_s == 300.0  # a shorter minimum stall is for steps
     assert silence.lasts_s(12.0) == 10.0
     silence.pass_over(8.0)
     assert silence.lasts_s(12.0) == 2.0
@@ -92,7 +96,7 @@ def test_how_a_program_has_ended():
 
 
 def course_of(*attempts, kind="exit"):
-    """What is said after the last of these starts: (steps, base, saves, kept) each."""
+    """The message after the last of these starts: (steps, base, saves, kept) each."""
     course, why = RestartHistory(), ""
     for number, (steps, base, saves, kept) in enumerate(attempts, 1):
         attempt = Attempt(number, 0.0, steps=steps, base=base, checkpoint_dir=saves, kept=kept)
@@ -102,12 +106,12 @@ def course_of(*attempts, kind="exit"):
     return why
 
 
-def test_whether_one_more_start_makes_sense():
+def test_whether_a_restart_makes_sense():
     assert course_of((57, 0, 5, 50)) == ""
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0)) == ""
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (7, 50, 0, 0)).startswith("3 restarts in a row made no progress beyond step 5")
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (17, 50, 1, 60), (3, 60, 0, 0)) == ""
-    assert course_of((10, 0, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0), (40, 0, 0, 0), (50, 0, 0, 0)) == ""  # no save is heard of, but it comes further
+    assert course_of((10, 0, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0), (40, 0, 0, 0), (50, 0, 0, 0)) == ""  # no checkpoint is reported, but it gets further
     assert course_of((10, 0, 0, 0), (9, 0, 0, 0), (8, 0, 0, 0), (10, 0, 0, 0)) != ""
     assert course_of((0, 0, 0, 0)) == "it failed before its first step and would fail again"
     assert course_of((0, 0, 0, 0), kind="signal") == ""

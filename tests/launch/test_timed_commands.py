@@ -1,4 +1,4 @@
-"""Other programs are asked for a limited time, and every way in which they end is an answer."""
+"""Programs run with a time limit, and every way in which they end is an answer."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from flatout.launch.timed_commands import TimedCommand
 
 
-def test_what_it_said_and_how_it_ended():
+def test_its_output_and_how_it_ended():
     ran = TimedCommand([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]).answer(20)
     assert (ran.code, ran.out, ran.err, ran.there, ran.timed_out) == (3, "out\n", "err\n", True, False)
 
 
-def test_one_that_is_not_there():
+def test_a_missing_program():
     ran = TimedCommand(["flatout-has-no-such-program"]).answer(1)
     assert (ran.code, ran.there, ran.said) == (None, False, "")
 
 
-def test_one_that_cannot_be_started(tmp_path):
-    """A file that is executable and no program: another architecture's binary looks like that."""
+def test_a_program_that_cannot_be_started_is_reported(tmp_path):
+    """An executable file that is no program; another architecture's binary looks like that."""
     broken = tmp_path / "nvidia-smi"
     broken.write_bytes(b"\x7fELF\x00\x00")
     broken.chmod(0o755)
@@ -30,7 +30,7 @@ def test_one_that_cannot_be_started(tmp_path):
     assert "Exec format error" in ran.err
 
 
-def test_one_that_hangs_is_ended_with_its_children():
+def test_a_hanging_program_is_killed_with_its_children():
     asked = TimedCommand([sys.executable, "-c", "import subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()"])
     began = time.monotonic()
     ran = asked.answer(1.5)
@@ -45,7 +45,7 @@ def test_one_that_hangs_is_ended_with_its_children():
 
 
 def _lives(number: int) -> bool:
-    """A zombie has ended; who reaps it is not our affair."""
+    """A zombie has ended; reaping it is not the test's task."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -89,7 +89,7 @@ def live(program, module, *after):
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTED, *FURTHER])
-def test_what_autocast_of_cuda_keeps_in_float32(program, name):
+def test_operators_that_autocast_of_cuda_keeps_in_float32(program, name):
     module = Calls({**DOCUMENTED, **FURTHER}[name])
     ledger = live(program, module)
     output = module(torch.randn(4, 8))
@@ -238,7 +238,7 @@ def test_other_dtypes_stay(program):
         ledger.restore()
 
 
-def test_float32_may_meet_half_precision(program):
+def test_float32_may_be_mixed_with_half_precision(program):
     """Operators that expect one dtype then compute in float32, as on CUDA."""
     index, at = torch.zeros(4, 8, dtype=torch.long), torch.arange(4)
     for function in (lambda x: x.scatter_add(0, index, x.softmax(-1)), lambda x: x.index_put((at,), x.exp()), lambda x: torch.dot(x[0], x.exp()[0]),

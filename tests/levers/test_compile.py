@@ -100,7 +100,7 @@ def test_on_a_cpu_there_is_one_mode(program):
     assert answer.values == ("default",)
 
 
-def test_the_inductor_draws_as_the_plain_program_while_it_is_on(program):
+def test_the_inductor_uses_the_plain_random_numbers_while_it_is_on(program):
     from torch._inductor import config
 
     live = program()

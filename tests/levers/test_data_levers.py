@@ -243,7 +243,7 @@ def test_why_it_is_not_offered(seen, name, make, arguments, says):
     assert len(answer.reason.split()) >= 4
 
 
-def test_what_is_offered(seen):
+def test_offered_values(seen):
     images = charts(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
     assert answer == Options(("all",), effect=Effect.EXACT)

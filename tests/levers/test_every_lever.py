@@ -339,7 +339,7 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
 
 
 @pytest.mark.parametrize(("lever", "value"), CASES)
-def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
+def test_the_known_bad_can_be_undone(program, lever, value, monkeypatch):
     live = program()
     as_a_rank(lever, monkeypatch, live.context)
     before = everything(live)

@@ -45,7 +45,7 @@ def test_own_autocast(program):
     assert reason("autocast", live) == "the program already trains under autocast"
 
 
-def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
+def test_autocast_switched_off_by_a_flag_does_not_count(program):
     live = program(epochs=0)
     train(live.model, live.optimizer, enabled=False)
     assert values("autocast", live) == ("bfloat16",)
@@ -421,7 +421,7 @@ def test_data_without_random_numbers_is_exact(program):
         ({"batch_size": 8, "sampler": range(32)}, 1),
     ],
 )
-def test_what_the_rule_changes(program, arguments, workers):
+def test_changes_of_the_rule(program, arguments, workers):
     live = program(epochs=0, early=[(LEVER["loader"], {"workers": 1})])
     plain = {"batch_size": arguments.get("batch_size", 1), "drop_last": False, "timeout": arguments.get("timeout", 0)}
     loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
@@ -525,7 +525,7 @@ def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
 
 @pytest.mark.parametrize(("on_the_gpu", "on_the_host", "offered"), [
     (2**30, 2**30, ({"mib": 1}, {"mib": 1, "host": True})), (2**30, 0, ({"mib": 1},)), (0, 2**30, ({"mib": 1, "host": True},))])
-def test_data_that_does_not_fit_on_the_gpu_stays_beside_it(program, monkeypatch, on_the_gpu, on_the_host, offered):
+def test_data_that_does_not_fit_on_the_gpu_stays_on_the_host(program, monkeypatch, on_the_gpu, on_the_host, offered):
     live = program()
     monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
     facts = Facts(memory_bytes=on_the_host, gpus=(Gpu("H200", on_the_gpu, (9, 0)),))

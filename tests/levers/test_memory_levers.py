@@ -274,7 +274,7 @@ def test_low_bit_moments(program, value):
         torch.compiler.set_stance("default")
 
 
-def test_the_saved_room_names_no_model():
+def test_the_saved_memory_names_no_model():
     import flatout.saved
 
     sources = [path.read_text() for path in Path(flatout.saved.__file__).parent.glob("*.py")]

@@ -297,7 +297,7 @@ def test_hooks_and_failures_see_the_groups_of_the_script():
     assert found == [True, True, True, True]
 
 
-def test_nothing_is_left_when_the_last_of_several_is_taken_off():
+def test_no_patch_remains_when_the_last_of_several_is_removed():
     """Adam and AdamW share one step; the patches are removed in the order in which they were applied."""
     first, second = (kind(groups_of([1, 1]), lr=0.1) for kind in (torch.optim.Adam, torch.optim.AdamW))
     func = torch.optim.Adam.step.__code__.co_freevars.index("func")

@@ -128,7 +128,7 @@ def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(train
     assert not loop.model._forward_pre_hooks
 
 
-def test_what_it_finds_rounds_only_and_can_be_given_to_the_next_run(trained):
+def test_its_plan_changes_only_rounding_and_can_be_used_by_the_next_run(trained):
     plain, _ = trained()
     losses, loop = trained(plan="auto")
     assert losses == pytest.approx(plain, rel=1e-3)

@@ -112,7 +112,7 @@ def test_every_operator_of_forward_and_backward(undisturbed):
         assert same(weights, undisturbed), injector.fired
         assert [step.parts for step in steps] == [1, 1, 2, 2, 2]
         assert [step.samples for step in steps] == [SAMPLES] * STEPS
-        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), f"a tensor of the failed step is still alive after {injector.fired}"
+        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), f"a tensor of the failed step leaks after {injector.fired}"
     assert sites > 25
 
 

@@ -25,7 +25,7 @@ def test_without_a_gpu_it_uses_the_cpu_and_says_so(caplog):
 
 
 @NO_GPU
-def test_a_gpu_that_is_not_there():
+def test_a_missing_gpu():
     with pytest.raises(LoopError, match=r"'cuda:3' is not available: .*flatout doctor"):
         flatout.device("cuda:3")
     with pytest.raises(LoopError, match="torch does not know"):
@@ -49,7 +49,7 @@ def test_a_seed_that_numpy_would_reject(value):
         flatout.seed(value)
 
 
-def test_deterministic_is_asked_for():
+def test_deterministic_mode_on_request():
     try:
         flatout.seed(1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()

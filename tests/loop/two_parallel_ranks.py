@@ -118,7 +118,7 @@ def begun(model, optimizer):
     optimizer.step()
 
 
-def no_room(model, batch):
+def no_memory(model, batch):
     raise torch.OutOfMemoryError("out of memory")
 
 
@@ -181,7 +181,7 @@ results = {
     "words": {
         "alone": alone, "no such module": words(parallel={"blocks.*.sideways": ColwiseParallel()}), "no style": words(parallel={"head": "colwise"}),
         "nothing": words(parallel={}), "begun": words(begun), "auto": words(plan="auto"), "sizes": words(micro_batch="auto"),
-        "masters": words(precision="bf16-master"), "fused": words(fused), "memory": words(loss=no_room),
+        "masters": words(precision="bf16-master"), "fused": words(fused), "memory": words(loss=no_memory),
         "batches": words(batches=data(torch.float32)[RANK:], steps=2, parallel={n: s() for n, s in STYLES.items()}),
     },
 }

@@ -68,7 +68,7 @@ def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
     assert (found.value, found.n) == (pytest.approx(1000 * 2 * 256**3), 7)
 
 
-def test_a_disk_without_room_is_not_run(monkeypatch, tmp_path):
+def test_a_full_disk_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "FILE_BYTES", 1)
     assert bench.disk(tmp_path).note.startswith("not run: too little space")
     assert bench.disk(tmp_path / "none").note.startswith("not run: ")

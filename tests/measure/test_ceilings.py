@@ -1,4 +1,4 @@
-"""Ceilings are kept by machine, read by device, and never taken from another machine."""
+"""Ceilings are stored per machine, read per device, and never taken from another machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_another_machine_has_its_own(tmp_path, change):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": 1}', '{"key": "KEY", "ceilings": 3}', '{"key": "KEY", "schema": 99, "ceilings": []}',
                                   '{"key": "KEY", "ceilings": [1]}'])
-def test_what_is_no_record_is_none(tmp_path, text):
+def test_an_invalid_record_is_none(tmp_path, text):
     place_of(machine_key(HERE), tmp_path).write_text(text.replace("KEY", machine_key(HERE)), encoding="utf-8")
     assert load(HERE, folder=tmp_path) is None
 

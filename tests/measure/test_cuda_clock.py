@@ -1,4 +1,6 @@
-"""The clock of a CUDA device, on a stand-in whose events know their stream and cannot be read before they were waited for."""
+"""The clock of a CUDA device, on a stand-in whose events know their stream and can be read only
+after a wait.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs from recorded shapes, beside those that torch counts over the tensors themselves."""
+"""FLOPs from recorded shapes, compared with those that torch counts over the tensors themselves."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_attention():
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [("aten::add", [[3], [3]]), ("aten::mm", []), ("aten::mm", [[2, 3], [4, 5]]), ("aten::mkldnn_convolution", [[], []])])
-def test_what_cannot_be_told_is_none(name, shapes):
+def test_unknown_flops_are_none(name, shapes):
     assert flops_of(name, shapes) is None

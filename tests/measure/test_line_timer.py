@@ -1,4 +1,4 @@
-"""Which line takes the time: of functions that are called, of one that was running already, and not while it is paused."""
+"""Time by line: of called functions, of a function that was already running, and not while it is paused."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def test_the_slow_line_of_a_function_that_is_called():
         work(300_000)
     ((line, ns),) = numbers(timer).most_common(1)
     assert line == 2
-    assert ns > 0.5 * timer.ns.total()  # the rest is the machine's: another process may come in between
+    assert ns > 0.5 * timer.ns.total()  # the rest is the machine's: another process may run in between
 
 
-def test_a_function_that_was_running_already_is_heard_and_a_pause_is_not():
+def test_a_function_that_was_already_running_is_measured_and_a_pause_is_not():
     timer = LineTimer(ours)
     running(timer)
     found = numbers(timer)
     assert found.most_common(1)[0][0] == 4
-    assert found[6] < 0.5 * found[4], "what was done while it was paused was counted"
+    assert found[6] < 0.5 * found[4], "work during the pause was counted"
 
 
 def test_nothing_is_traced_afterwards():

@@ -1,4 +1,4 @@
-"""What the machine is doing beside us, and how much of it is left."""
+"""The load of the machine from other processes, and its remaining capacity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spin(stop) -> None:
         pass
 
 
-def test_a_busy_neighbour_is_seen():
+def test_a_busy_process_is_seen():
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     other_process = context.Process(target=spin, args=(stop,))

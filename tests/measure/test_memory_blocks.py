@@ -1,4 +1,4 @@
-"""Blocks: the peak is the true one whatever comes and goes, and its parts add up to it."""
+"""Memory blocks: the peak is the true one for any allocations, and its parts add up to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ACTS = st.lists(st.tuples(st.booleans(), st.integers(0, 5000), st.sampled_from([
 
 
 @given(ACTS, ACTS, st.sampled_from([1, 512]))
-def test_the_peak_is_the_most_that_ever_lived(before, after, rounding):
+def test_the_peak_is_the_maximum_of_live_memory(before, after, rounding):
     blocks, living, highest, fullest = MemoryBlockTracker(rounding), [], 0, 0
     for acts in (before, after):
         blocks.begin()
@@ -32,7 +32,7 @@ def test_the_peak_is_the_most_that_ever_lived(before, after, rounding):
     assert blocks.in_use_bytes == sum(block.size_bytes for block in living)
 
 
-def test_what_outlives_a_forward_pass_is_an_activation():
+def test_blocks_that_outlive_a_forward_pass_are_activations():
     blocks = MemoryBlockTracker()
     weight = blocks.take(100, "parameters")
     before = blocks.take(7)
@@ -42,7 +42,7 @@ def test_what_outlives_a_forward_pass_is_an_activation():
     blocks.outlived("activations", entered)
     assert (weight.kind, before.kind, kept.kind, passing.kind) == ("parameters", "temporary", "activations", "temporary")
     blocks.give_back(kept)
-    blocks.give_back(kept)  # a storage is only given back once
+    blocks.give_back(kept)  # a storage is freed only once
     assert blocks.in_use_bytes == 107
     assert blocks.peak().by_module == {"conv": 10}
 
@@ -52,7 +52,7 @@ LINES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**4)), min_si
 
 @given(LINES, st.integers(0, 10**8), st.integers(1, 5000), st.integers(1, 10**6))
 def test_the_largest_that_fits(lines, limit, start, most):
-    """A peak is the largest of some straight lines: moments of a step."""
+    """A peak is the maximum of several straight lines: moments of a step."""
     asked = []
 
     def peak_of(size):

@@ -1,4 +1,6 @@
-"""The gradient noise scale: unbiased beside the closed form, honest where there is nothing to see."""
+"""The gradient noise scale: unbiased compared with the closed form, and undefined where there is nothing to
+measure.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def gradients(seed, groups, batch, length, sigma, a_group=1, scale=1.0):
 
 
 @pytest.mark.parametrize(("batch", "sigma", "a_group"), [(8, 1.0, 4), (32, 1.0, 1), (4, 0.5, 2)])
-def test_the_closed_form_is_met(batch, sigma, a_group):
-    """B = tr(Sigma) / |G|^2, within 20 % each time and 5 % on the mean, inside the interval as often as it says."""
+def test_it_matches_the_closed_form(batch, sigma, a_group):
+    """B = tr(Sigma) / |G|^2, within 20 % each time and 5 % on the mean, and inside the interval as often as
+    stated.
+    """
     truth, found = SIZE * sigma**2, [noise_scale(*gradients(seed, 48, batch, 1.0, sigma, a_group), batch) for seed in range(8)]
     assert all(abs(each.value - truth) < 0.2 * truth for each in found)
     assert sum(each.value for each in found) / len(found) == pytest.approx(truth, rel=0.05)
@@ -51,6 +55,6 @@ def test_no_noise_and_nothing_but_noise():
     assert any(each.value is None for each in lost)
 
 
-def test_too_few_gradients_are_refused():
+def test_too_few_gradients_are_rejected():
     with pytest.raises(ValueError, match="fewest"):
         noise_scale(*gradients(0, 7, 4, 1.0, 1.0), 4)

@@ -1,4 +1,6 @@
-"""From recorded events to operators, lines, kernels and gaps: events are stand-ins with the methods that torch's have."""
+"""From recorded events to operators, lines, kernels and gaps: events are stand-ins with the methods of
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_self_time_calls_and_the_users_line():
     assert found["aten::linear"].flops is None
     assert found["aten::linear"].moved_bytes is None  # the operator below it does the work
     assert found["aten::addmm"].place == SourceLocation("/home/me/model.py", 12, function="forward")
-    assert found["aten::linear"].place == found["aten::addmm"].place  # it is made of it
+    assert found["aten::linear"].place == found["aten::addmm"].place  # it consists of it
     assert found["aten::mm"].place == SourceLocation("/home/me/model.py", 12, function="forward")
     assert observed.operators == 2  # linear, and mm below a node
     assert observed.operators_ns == 200_000
@@ -118,15 +120,15 @@ def test_memory_of_one_step():
     assert complete({"parameters": 10, "fragmentation": 99}, 8)["other"] == 0
 
 
-def test_calls_of_one_kind_have_the_lines_of_their_turn():
+def test_calls_of_one_kind_have_the_lines_of_their_position():
     first, second = ("/home/me/model.py", 3, "f"), ("/home/me/model.py", 4, "f")
     calls = [Event("aten::add", 10 * at, 10 * at + (2 if at % 2 else 6), shapes=[[4], [4]], dtypes=["float"] * 2) for at in range(6)]
     observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).observed()
-    assert observed.operations[0].place.line == 3  # the dearer one
+    assert observed.operations[0].place.line == 3  # the more expensive one
 
 
 def test_flops_are_counted_once():
-    """A convolution that is done by a matrix product."""
+    """A convolution computed by a matrix product."""
     observed = recording(Event("aten::_slow_conv2d_forward", 0, 50, shapes=[[1, 2, 4, 4], [3, 2, 1, 1]], dtypes=["float"] * 2,
                             given=["", "", "", "", [1, 1], [0, 0]]),
                       Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2)).observed()

@@ -1,4 +1,4 @@
-"""Digests and distances: the layout does not count, everything else does."""
+"""Digests and distances: the memory layout does not count, everything else does."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_batch_that_holds_itself_ends():
 # -- statistics of a batch ------------------------------------------------------------------------------------------
 
 
-def test_a_flip_a_constant_and_a_crop_are_seen():
+def test_a_flip_a_constant_and_a_crop_are_detected():
     x = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 1, 16)
     plain = torch.tensor(batch_statistics([x, torch.arange(8)], torch))
     assert plain.shape == (8, 4)
@@ -141,7 +141,7 @@ def test_missing_gradients_count_as_zero():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_infinitely_far(bad):
+def test_non_finite_values_are_infinitely_far(bad):
     assert relative_distance([torch.tensor([bad])], [torch.ones(1)], torch) == math.inf
 
 

@@ -1,4 +1,4 @@
-"""Phases of a step, under a clock that the test turns by hand."""
+"""Phases of a step, under a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.plan.records import PHASES
 
 
 class HandClock:
-    """Milliseconds that pass only when told; stands for a device whose work is done later."""
+    """Milliseconds that pass only on request; stands for a device whose work is done later."""
 
     name = "hand"
 
@@ -32,7 +32,7 @@ class HandClock:
 
 @pytest.fixture
 def hand():
-    """A recorder whose host clock and device clock are one, and a function that lets a step happen."""
+    """A recorder whose host clock and device clock are one, and a function that runs a step."""
     return made()
 
 
@@ -121,7 +121,10 @@ def test_a_closure_is_not_optimizer_time(hand):
 @given(st.lists(st.fixed_dictionaries({"wait": st.floats(0, 100), "idle": st.floats(0, 100), "forward": st.floats(0.01, 100),
                                        "backward": st.floats(0.01, 100)}), min_size=1, max_size=20))
 def test_a_wait_for_data_while_the_device_works_takes_no_time_of_the_step(steps):
-    """The host waits by its own clock, and runs ahead of the device: of its wait only what the device was idle for counts."""
+    """The host waits by its own clock and runs ahead of the device.
+
+    Only the part of its wait in which the device was idle counts.
+    """
     device, recorder, _ = made()
     host = recorder._host = HandClock()  # type: ignore[assignment]
     for spans in steps:
@@ -140,14 +143,14 @@ def test_a_wait_for_data_while_the_device_works_takes_no_time_of_the_step(steps)
     assert summary["data"].share == pytest.approx(sum(min(s["wait"], s["idle"]) for s in steps) / device.now)
 
 
-def test_an_end_without_a_beginning_is_nothing(hand):
+def test_an_end_without_a_start_is_ignored(hand):
     _, recorder, step = hand
     recorder.end("forward")
     step(backward=1)
     assert recorder.summary()["forward"].median_ms == 0
 
 
-def test_forgetting_drops_what_was_open_and_what_was_kept(hand):
+def test_reset_drops_open_and_completed_phases(hand):
     clock, recorder, step = hand
     step(forward=100)
     recorder.begin("backward")

@@ -1,4 +1,6 @@
-"""The model behind `flatout scale`: laws that hold whatever the program and the links, closed forms, and published runs."""
+"""The model behind `flatout scale`: rules that hold for every program and link, closed forms, and published
+runs.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_no_more_waits_than_is_communicated(work, fabric, way, devices):
 
 
 @given(WORKS, ALL, DEVICES)
-def test_without_a_wire_nothing_is_lost(work, way, devices):
+def test_without_communication_nothing_is_lost(work, way, devices):
     point = predict(work, Fabric(Link("ideal", float("inf"), 0.0)), way, devices)
     assert near(point.exposed_ms, 0)
     assert near(point.efficiency, 1) if way in ("ddp", "local") else point.efficiency >= 1 - 1e-9  # a sharded optimizer has less to do
@@ -98,15 +100,16 @@ def test_an_all_reduce_by_hand():
     # 8 devices in one machine, 120 GB/s, 3.4 us a hop and 8.4 before the first: 14 hops, 7/4 of 96 MB.
     cost = all_reduce(Fabric(NETWORKS["nvlink2"]), 8, 96e6)
     assert cost.ms == pytest.approx((8.4 + 14 * 3.4) / 1e3 + 1e3 * 1.75 * 96e6 / 120e9)
-    # Two nodes of 8: the cards of a node are wider together than NVLink. One card is the narrow place, and what is added up in the node first need not pass it.
+    # Two nodes of 8: the network cards of a node together are faster than NVLink. One card is the bottleneck,
+    # and data summed inside the node first need not pass it.
     assert all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink2"], 8), 16, 1e9).link == "nvlink2"
     one_card = all_reduce(Fabric(read_link("ib-hdr,cards=1"), NETWORKS["nvlink2"], 8), 16, 1e9)
     assert one_card.link == "ib-hdr,cards=1"
     assert one_card.ms == pytest.approx(1e3 * (2 * 7 / 8 * 1e9 / 120e9 + 1e9 / 24e9), rel=0.01)
-    # However slow the way between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
+    # However slow the link between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
     far = all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink4"], 8), 16, 1e9)
     assert (far.how, far.link, far.busy_ms) == ("ring", "ib-hdr", pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s))
-    # A byte of many devices far apart costs hops, and a tree has fewer of them.
+    # For a small message on many distant devices the hops dominate, and a tree has fewer of them.
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).how == "tree"
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
 
@@ -117,7 +120,7 @@ def test_two_queues(contention, total):
     assert finish_ms([Task(6.0), Task(4.0, after=1)], [Task(4.0, after=1, contention=contention)]) == pytest.approx(14.0)  # one after the other
 
 
-def test_queues_that_wait_for_each_other_are_refused():
+def test_queues_that_wait_for_each_other_are_rejected():
     with pytest.raises(ValueError, match="wait for each other"):
         finish_ms([Task(1.0, after=1)], [Task(1.0, after=1)])
 
@@ -140,7 +143,7 @@ def test_the_last_bucket_waits():
 
 
 @given(TIMINGS, st.floats(0, 1), st.floats(0.05, 0.9))
-def test_a_second_batch_is_met_and_continued(timing, fixed, share):
+def test_a_second_batch_is_matched_and_extrapolated(timing, fixed, share):
     def at(part):
         return replace(timing, samples=timing.samples * part,
                        **{name: getattr(timing, name) * (fixed + (1 - fixed) * part) for name in ("forward_ms", "backward_ms", "host_ms")})
@@ -152,7 +155,7 @@ def test_a_second_batch_is_met_and_continued(timing, fixed, share):
 
 
 @given(WORKS, DEVICES)
-def test_strong_scaling_divides_the_batch(work, devices):
+def test_strong_scaling_splits_the_batch(work, devices):
     point = predict(replace(work, fixed_share=0.0), Fabric(Link("ideal", float("inf"), 0.0)), "ddp", devices, "strong")
     if work.timing.samples < devices:
         assert "not enough" in point.why_not
@@ -166,7 +169,7 @@ def test_a_faster_device_leaves_the_host():
 
 
 @given(st.floats(0.001, 9999).map(lambda value: f"{value:.3f}"), st.sampled_from("KMGT"))
-def test_bits_and_bytes_are_told_apart(number, power):
+def test_bits_and_bytes_are_distinguished(number, power):
     assume(float(number) > 0)
     bits, whole = (read_link(f"bandwidth={number}{power}{unit}/s,latency=5us") for unit in "bB")
     assert near(8 * bits.bandwidth_bytes_per_s, whole.bandwidth_bytes_per_s)
@@ -175,7 +178,7 @@ def test_bits_and_bytes_are_told_apart(number, power):
 
 @pytest.mark.parametrize("text", ["", "ib", "latency=5us", "bandwidth=100", "bandwidth=-1GB/s", "bandwidth=1GB/s,latency=5", "ib-ndr,cards=-1", "ib-ndr,what=1",
                                   "bandwidth=1GB/s,contention=2", "bandwidth=1.2.3GB/s"])
-def test_a_network_that_is_none_is_refused(text):
+def test_an_invalid_network_is_rejected(text):
     with pytest.raises(UsageError, match="--network"):
         read_link(text)
 
@@ -191,7 +194,7 @@ def test_networks_and_devices_by_name():
 
 
 @given(WORKS, FABRICS, st.lists(st.integers(1, 2000), min_size=1, max_size=6, unique=True).map(sorted), st.sampled_from(["weak", "strong"]))
-def test_a_record_is_written_read_and_drawn(work, fabric, counts, scaling):
+def test_a_record_is_written_read_and_plotted(work, fabric, counts, scaling):
     record = ScaleRecord(["python", "<b>.py"], "/", scaling=scaling, network=replace(fabric.between, name="<i>"), inside=fabric.inside, node=fabric.node,
                          timing=work.timing, second=work.timing, notes=["<script>"], status="done")
     record.points = [predict(work, fabric, way, count, scaling) for way in STRATEGIES for count in counts]
@@ -205,8 +208,8 @@ def test_a_record_is_written_read_and_drawn(work, fabric, counts, scaling):
     assert headline(record)
 
 
-def test_published_runs_are_foretold(monkeypatch):
-    """bench/scaling.py shows them one by one, and what falls short."""
+def test_published_runs_are_predicted(monkeypatch):
+    """bench/scaling.py shows them one by one, and the shortfalls."""
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent.parent.parent / "bench"), *sys.path])
     from published_runs import RUNS, SETS_CONTENTION, SETS_OVERHEAD
 

@@ -1,4 +1,6 @@
-"""Laws of the ratios: what is the same is one, units do not matter, swapping sides inverts, the interval holds the median."""
+"""Rules of ratios: equal sides give one, units do not matter, swapping sides inverts, and the interval holds
+the median.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_the_same_rounds_give_the_same_answer(found):
 
 @given(st.lists(rounds, min_size=1, max_size=2))
 def test_two_rounds_are_never_a_narrow_interval(found):
-    """One round, or two equal ones, say little; the interval must not pretend."""
+    """One round, or two equal ones, give little information; the interval must be wide."""
     ratio = compare([found])
     assert ratio.high > ratio.low or len(found) == 2
     if len(found) == 1:
@@ -85,7 +87,10 @@ def test_n_counts_pairs_or_the_rounds_of_one_pair():
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    """Four processes a side that differ for their whole life by 10 %, six noisy rounds each: 200 experiments with a true ratio of 1.2."""
+    """Four processes per side that differ by 10 % for their whole life, with six noisy rounds each:
+
+    200 experiments with a true ratio of 1.2.
+    """
     rng = random.Random(1)
     covered = 0
     for _ in range(200):
@@ -102,7 +107,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 
 
 @given(st.lists(times, min_size=1, max_size=40))
-def test_a_block_lies_within_its_ticks(ticks):
+def test_a_block_lies_within_its_steps(ticks):
     assert min(ticks) * (1 - 1e-9) <= block_ms(ticks) <= max(ticks) * (1 + 1e-9)
 
 
@@ -144,7 +149,7 @@ def test_order_does_not_matter(values, rng):
 
 
 @pytest.mark.parametrize("empty", [median, lambda v: quantile(v, 0.5)])
-def test_the_middle_of_nothing_is_an_error(empty):
+def test_the_median_of_nothing_is_an_error(empty):
     with pytest.raises(ValueError, match="of nothing"):
         empty([])
 
@@ -177,7 +182,7 @@ def test_only_the_order_of_values_counts(a, b, factor, shift):
 
 
 @pytest.mark.parametrize("n", [50, 200, 1000])
-def test_other_distributions_are_seen_and_equal_ones_are_not(n):
+def test_only_different_distributions_are_detected(n):
     rng = random.Random(0)
     a = [rng.gauss(0, 1) for _ in range(n)]
     b = [rng.gauss(0, 1) for _ in range(n)]

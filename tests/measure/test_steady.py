@@ -17,7 +17,7 @@ def test_nothing_is_not_steady():
 
 
 @given(st.floats(0.01, 900), st.integers(1, 50))
-def test_even_ticks_are_steady_after_two_windows(ms, count):
+def test_even_steps_are_steady_after_two_windows(ms, count):
     assert is_steady([ms] * count, 1.0) == (count >= 2 * WINDOW)
 
 
@@ -31,8 +31,8 @@ def test_the_unit_does_not_matter_below_a_second(found, factor):
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40))
-def test_patience_runs_out(found):
-    """A program that never settles is measured all the same."""
+def test_the_timeout_ends_the_wait(found):
+    """A program that never settles is still measured."""
     assert is_steady(found, LONGEST_WARMUP_S)
     assert is_steady((found * LONGEST_WARMUP_TICKS)[:LONGEST_WARMUP_TICKS], 0.0)
 
@@ -46,10 +46,10 @@ def test_patience_runs_out(found):
         ([10, 10, 10, 10, 11, 11, 11, 11], True),
         ([10, 10, 10, 500, 10, 10, 10, 11], True),  # an evaluation in between
         ([1500.0], False),
-        ([1500.0, 1550.0], True),  # a tick of a second is taken early
+        ([1500.0, 1550.0], True),  # a step of a second is taken early
         ([1900.0, 1200.0], False),
         ([1900.0, 1200.0, 1250.0], True),
-        ([5000.0], True),  # one that is longer at once
+        ([5000.0], True),  # a longer one is taken at once
     ],
 )
 def test_examples(found, steady):

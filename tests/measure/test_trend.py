@@ -1,4 +1,4 @@
-"""Growth that is a trend, and growth that is an accident."""
+"""Growth that is a trend, and growth by chance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_steady_rise_is_no_accident():
     assert keeps_growing(series, 0.001)
 
 
-def test_chance_is_what_its_name_says():
+def test_chance_is_a_p_value():
     """Among series without a trend, one in twenty is below 0.05."""
     rng = random.Random(0)
     below = sum(chance_of_growth([rng.random() for _ in range(24)]) < 0.05 for _ in range(2000))
@@ -24,18 +24,18 @@ def test_chance_is_what_its_name_says():
 
 
 @pytest.mark.parametrize("series", [[5.0] * 20, [], [1.0, 2.0, 3.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [0.0, 1.0] * 12])
-def test_what_does_not_grow(series):
+def test_series_that_do_not_grow(series):
     assert not keeps_growing(series, 0.001)
     assert slope(series) <= 1.0
 
 
-def test_a_warm_up_that_comes_to_rest_is_no_leak():
+def test_a_warm_up_that_levels_off_is_no_leak():
     series = [min(step, 8) * 1000.0 for step in range(24)]
     assert chance_of_growth(series) < 0.001
     assert not keeps_growing(series, 0.001)
 
 
-def test_a_rise_in_noise_is_seen_and_an_outlier_is_not():
+def test_a_rise_in_noise_is_detected_and_an_outlier_is_not():
     rng = random.Random(1)
     assert keeps_growing([step + 3 * rng.random() for step in range(24)], 0.001)
     assert not keeps_growing([rng.random() + (100 if step == 12 else 0) for step in range(24)], 0.001)

@@ -1,4 +1,6 @@
-"""A transform of torchvision, image by image, beside what it is read as, on the whole batch: same seed, same numbers, same end."""
+"""Compares a torchvision transform, image by image, with its recognised form on the whole batch: same seed,
+same numbers, same end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ READERS = {**color.READERS, **tone.READERS, **resample.READERS, **erase.READERS,
 
 
 def charts(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
-    """[B, C, H, W] of the form's dtype: noise, ramps, a flat one; what rounds, saturates and has no hue."""
+    """[B, C, H, W] of the form's dtype: noise, ramps and a flat image; values that round, saturate or have no
+    hue.
+    """
     make = torch.Generator().manual_seed(seed)
     shape = (count, CHANNELS.get(name, 3), height, width)
     ramps = torch.linspace(0, 255, width).expand(shape) * torch.rand((count, shape[1], 1, 1), generator=make)
@@ -54,7 +58,7 @@ def charts(name: str, height: int, width: int, count: int, seed: int = 0) -> Ten
 
 
 def as_items(name: str, images: Tensor) -> list[Any]:
-    """As a dataset would hold them."""
+    """As a data set would hold them."""
     if name.startswith("pil"):
         arrays = [np.ascontiguousarray(each.permute(1, 2, 0).numpy()) for each in images]
         return [Image.fromarray(each[:, :, 0] if name == "pil-l" else each) for each in arrays]
@@ -62,7 +66,7 @@ def as_items(name: str, images: Tensor) -> list[Any]:
 
 
 def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
-    """torchvision's own images, and the generator's state behind them."""
+    """torchvision's own images, and the generator's state after them."""
     torch.manual_seed(seed)
     done = [transform(each) for each in items]
     state = torch.get_rng_state()
@@ -70,7 +74,7 @@ def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """The same by these operations, done to the batch."""
+    """The same by these operations, applied to the batch."""
     torch.manual_seed(seed)
     shapes = [ImageShape(*images.shape[1:])]
     for operation in operations:
@@ -95,7 +99,9 @@ def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> 
 
 @pytest.fixture
 def same():
-    """Holds a transform against its operations: values (bit for bit, or within what they declare, ``most`` at most) and the generator's end."""
+    """Compares a transform with its operations: values (bit for bit, or within their declared tolerance,
+    ``most`` at most) and the final generator state.
+    """
 
     def check(transform: Any, name: str, size: tuple[int, int] = (33, 47), count: int = 9, seeds: Sequence[int] = (1, 2), most: float = 0.0) -> Tensor:
         found = read(transform, FORMS[name])
@@ -105,13 +111,13 @@ def same():
         for seed in seeds:
             images = charts(name, *size, count, seed)
             wanted, wanted_state = plain(transform, as_items(name, images), seed)
-            layout = torch.channels_last if seed % 2 else torch.contiguous_format  # as images of PIL lie, and as tensors do
+            layout = torch.channels_last if seed % 2 else torch.contiguous_format  # in the memory layout of PIL images, and of tensors
             got, state = lowered(operations, images.contiguous(memory_format=layout), seed)
             assert got.dtype == wanted.dtype
             assert got.shape == wanted.shape
             off = (got.double() - wanted.double()).abs().amax().item() / (1 if got.is_floating_point() else 255)
             assert off <= declared, f"{transform} on {name} {size}, seed {seed}: {off * 255} / 255 apart"
-            assert torch.equal(state, wanted_state), f"{transform} leaves the generator elsewhere"
+            assert torch.equal(state, wanted_state), f"{transform} leaves the generator in another state"
         return got
 
     return check

@@ -1,4 +1,4 @@
-"""Data sets whose own code calls transforms, in the shapes that programs have them."""
+"""Data sets whose own code calls transforms, in the forms found in real programs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sometimes:
 
 
 class Drawing(Loop):
-    """Draws between two transforms."""
+    """Uses random numbers between two transforms."""
 
     def __call__(self, image: Any) -> Any:
         for step in self.steps:
@@ -103,7 +103,7 @@ def closure() -> Any:
 
 
 class Fetching(Dataset):
-    """Fetches whole batches, and calls what the script gave it, as Hugging Face's data sets do."""
+    """Fetches whole batches and calls the script's transform, as Hugging Face's data sets do."""
 
     def __init__(self, per_batch: Any) -> None:
         self.images = charts()
@@ -144,7 +144,7 @@ def view_after_view() -> Any:
 
 
 class Sample(Images):
-    """What is done to an image and its index is a function of the test."""
+    """The test provides the function of an image and its index."""
 
     def __init__(self, make: Any, images: Any = None) -> None:
         super().__init__(None, images)
@@ -155,7 +155,7 @@ class Sample(Images):
 
 
 def with_mask(seed: Any) -> Any:
-    """The same crop of an image and its mask, by seeding twice."""
+    """Takes the same crop of an image and its mask, by seeding twice."""
     transform = v1.Compose([v1.RandomCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()])
 
     def both(image: Any, index: int) -> Any:
@@ -174,7 +174,7 @@ def seeded(start: int, index: int) -> None:
 
 
 def seeded_late(start: int, index: int) -> None:
-    """Not in the batch that is made both ways."""
+    """Seeds only after the batch that is made both ways."""
     if index > 15:
         torch.manual_seed(start)
 
@@ -230,7 +230,7 @@ def pair_of_stages(image: Any, index: int, first: Any = v1.Compose(base()), then
 
 
 def on(transform: Any, use: Any) -> Any:
-    """Use what the transform returns."""
+    """Samples that use the transform's result."""
     return lambda image, index: (use(transform(image)), index)
 
 
@@ -338,7 +338,7 @@ def as_it_is(samples: Any) -> Any:
 
 
 def mixed(samples: Any) -> Any:
-    """Mixes images with drawn weights, as training recipes do it in their collation."""
+    """Mixes images with random weights, as training recipes do in their collation."""
     images, labels = default_collate(samples)
     weight = float(torch.rand(1))
     return images.roll(1, 0).mul_(1 - weight).add_(images.mul(weight)), labels

@@ -1,4 +1,4 @@
-"""RandomRotation and RandomAffine against torchvision, image by image."""
+"""RandomRotation and RandomAffine compared with torchvision, image by image."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_any_map(same, mode, name, angle, scale, shear, height, width, seed):
     (v1.RandomAffine(9, fill=300), ImageForm("pil", mode="RGB"), "not a byte"), (v2.RandomAffine(9, fill={"others": 3}), ImageForm("tensor"), "neither a number"),
     (v1.RandomAffine(9, fill=(1, 2)), ImageForm("pil", mode="RGB"), "neither a number"),
 ])
-def test_what_is_left_alone(transform, form, words):
+def test_unsupported_cases_are_left_alone(transform, form, words):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
     with pytest.raises(NotBatchable, match=words):
         READERS[f"{family}.{type(transform).__name__}"](transform, form)

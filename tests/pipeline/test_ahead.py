@@ -1,4 +1,4 @@
-"""Batches that a thread makes: the same ones, in the same order, failing in the same place."""
+"""Batches made by a thread are the same ones, in the same order, and fail in the same place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Told(TensorDataset):
-    """Tells which thread fetched, and how many did so at once."""
+    """Records the thread of each fetch and the number of concurrent fetches."""
 
     def __init__(self):
         super().__init__(torch.arange(40))
@@ -40,7 +40,7 @@ def test_the_first_batch_is_made_here_and_the_others_in_the_thread():
 
 
 def test_one_thread_at_a_time_fetches():
-    """Two loaders over one data set: its open file is not read by two at once."""
+    """Two loaders over one data set never read its open file at the same time."""
     info = Told()
 
     def program():
@@ -51,7 +51,7 @@ def test_one_thread_at_a_time_fetches():
     assert info.most == 1
 
 
-def test_what_draws_stays_in_the_programs_own_thread():
+def test_random_numbers_stay_in_the_programs_own_thread():
     said = same_as_plain(lambda: epochs(Images(augmented())), THREAD)
     assert said == ["fetching a sample draws random numbers, and a second thread would change their order"]
 
@@ -62,7 +62,7 @@ def test_every_batch_once_and_in_order(size):
 
 
 class Bound(Images):
-    """Works only in the thread that it was made in, as a database does."""
+    """Works only in the thread that created it, as a database does."""
 
     def __init__(self, transform, place):
         super().__init__(transform)
@@ -88,7 +88,7 @@ def taken(dataset):
 
 
 @pytest.mark.parametrize("place", [None, 0, 4, 13, 23])
-def test_what_the_thread_cannot_do_the_program_does(place):
+def test_the_program_does_what_the_thread_cannot(place):
     said = same_as_plain(lambda: taken(Bound(fixed(), place)), THREAD)
     assert any("in the thread" in sentence for sentence in said) or place == 0  # where the first batch fails there never is a thread
 
@@ -100,7 +100,7 @@ class Broken(Images):
         return super().__getitem__(index)
 
 
-def test_exceptions_come_in_their_place_and_the_loader_goes_on():
+def test_exceptions_come_in_their_place_and_the_loader_continues():
     same_as_plain(lambda: taken(Broken(fixed())), THREAD)
 
 
@@ -118,8 +118,8 @@ def test_a_loop_that_is_left_leaves_no_thread_and_no_iterator():
     assert iterator() is None
 
 
-def test_the_model_draws_while_batches_are_made():
-    """Dropout in the loop: its numbers are those of a program without a thread."""
+def test_the_model_uses_random_numbers_while_batches_are_made():
+    """Dropout in the loop uses the numbers of a program without a thread."""
     def program():
         found = []
         for batch, _ in DataLoader(Images(fixed()), 3):

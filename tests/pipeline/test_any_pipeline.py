@@ -1,6 +1,7 @@
-"""Pipelines that nobody chose: drawn from the known and unknown transforms of both families, and held against the plain loader.
+"""Random pipelines of known and unknown transforms of both families, compared with the plain loader.
 
-And the law of each random transform, by draws from other seeds than torchvision's: what is random has the same distribution.
+Each random transform is also tested with other seeds than torchvision's: the results must have the same
+distribution.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from flatout.pipeline.lowering import READERS, lower, stack
 from flatout.pipeline.operation import ImageShape
 
 PIPELINES = 130
-taken: list[bool] = []  # whether each pipeline was done to batches
+taken: list[bool] = []  # whether each pipeline ran on batches
 
 
 class Mine:
-    """A callable of the script's own, that draws."""
+    """The script's own callable, which uses random numbers."""
 
     def __call__(self, image):
         return image if torch.rand(1) < 0.5 else image.transpose(Image.Transpose.ROTATE_180) if hasattr(image, "getbands") else image.flip(-1)
@@ -51,7 +52,7 @@ some = st.floats(0.0, 0.6)
 
 @st.composite
 def known(draw, family):
-    """A transform that is read, with parameters of any kind."""
+    """A transform that flatout recognises, with parameters of any kind."""
     t = family
     return draw(st.sampled_from([
         lambda: t.RandomHorizontalFlip(draw(p)),
@@ -138,7 +139,7 @@ def images_of(source, height, width, mixed):
 
 
 def called(manner, transform):
-    """By an object of the script's own: as it is, twice, or step by step."""
+    """Called by the script's own object: unchanged, twice, or step by step."""
     steps = transform.transforms
     parts = [type(transform)(steps[:2]), *steps[2:]]
     return {"alone": transform, "views": Views(transform), "steps": Loop(steps), "parts": Loop(parts)}[manner]
@@ -147,7 +148,7 @@ def called(manner, transform):
 @settings(max_examples=PIPELINES)
 @given(pipelines(), st.sampled_from(["alone", "views", "steps", "parts"]),
        st.sampled_from([(BATCHED,), (BATCHED,), (LAZILY,), (BATCHED, LAZILY), (BATCHED, AT_ONCE), (("batched_transforms", "light"),)]))
-def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(drawn, manner, levers):
+def test_any_pipeline_is_bitwise_the_plain_one_or_rejected_with_a_reason(drawn, manner, levers):
     transform, *kind = drawn
     asked = called(manner, transform)
 
@@ -157,7 +158,7 @@ def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(dr
         for _ in range(3):
             try:
                 found += [next(taking), torch.rand(1)]
-            except Exception as error:  # a pipeline that makes no sense fails as it would have failed
+            except Exception as error:  # an invalid pipeline fails as the plain one does
                 found.append(f"{type(error).__name__}: {error}")
         return found
 
@@ -178,16 +179,16 @@ def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(dr
             taken.append(True)
 
 
-def test_many_of_them_were_done_to_batches():
-    """Else the test before shows nothing: refusing everything would pass it."""
+def test_many_of_them_ran_on_batches():
+    """Without this the test above shows nothing: rejecting everything would pass it."""
     assert len(taken) >= 100
     assert sum(taken) > len(taken) / 3, f"{sum(taken)} of {len(taken)}"
 
 
-# -- the laws of what is random -------------------------------------------------------------------------------------------
+# -- the distributions of random transforms -------------------------------------------------------------------------------
 
 ROWS = 10_000
-FARTHEST = 2.7 * (2 / ROWS) ** 0.5  # two samples of one law are farther apart once in a million times
+FARTHEST = 2.7 * (2 / ROWS) ** 0.5  # two samples of one distribution are farther apart once in a million times
 RANDOM = {
     "RandomHorizontalFlip": lambda t: t.RandomHorizontalFlip(0.3),
     "RandomVerticalFlip": lambda t: t.RandomVerticalFlip(0.7),
@@ -211,7 +212,9 @@ RANDOM = {
 
 
 def distances(a, b):
-    """Kolmogorov-Smirnov: the farthest that the empirical laws of any of the columns [N, K] are apart."""
+    """Kolmogorov-Smirnov: the largest distance between the empirical distributions of any of the columns [N,
+    K].
+    """
     farthest = 0.0
     for x, y in zip(a.T, b.T, strict=True):
         every = np.sort(np.concatenate([x, y]))
@@ -220,7 +223,9 @@ def distances(a, b):
 
 
 def looks(batch):
-    """Positions, flips and values in a few numbers a row: sums with uneven weights, the mean, the spread. [N, 5]"""
+    """Positions, flips and values as a few numbers per row: sums with uneven weights, the mean, the spread.
+    [N, 5]
+    """
     flat = batch.flatten(1).double()
     weights = torch.randn(flat.shape[1], 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     return torch.cat([flat @ weights, flat.mean(1, keepdim=True), flat.std(1, keepdim=True)], 1).round(decimals=5).numpy()
@@ -239,13 +244,13 @@ def ours(transform, image, seed, rows=ROWS):
     return lowered.run(images.expand(rows, *images.shape[1:]), numbers)
 
 
-def test_every_random_transform_that_is_read_has_its_law_tested():
+def test_every_recognised_random_transform_has_its_distribution_tested():
     assert {name[3:] for name in READERS if name[3:].startswith(("Random", "Color"))} == set(RANDOM)
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_the_law_is_torchvisions(name):
-    """Other seeds on both sides: nothing rests on their drawing the same numbers."""
+def test_the_distribution_is_torchvisions(name):
+    """The seeds differ on both sides, so nothing depends on equal random numbers."""
     image = tiny() if name == "RandomErasing" else Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
     transform = RANDOM[name](v1)
     torch.manual_seed(77)
@@ -264,7 +269,7 @@ def test_the_law_is_torchvisions(name):
 @pytest.mark.parametrize("spoil", [
     lambda t: t.RandomHorizontalFlip(0.25), lambda t: t.RandomHorizontalFlip(0.0), lambda t: t.RandomVerticalFlip(0.3),
 ], ids=["less often", "never", "other axis"])
-def test_another_law_is_seen(spoil):
+def test_another_distribution_is_detected(spoil):
     image = Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
     law, other = (v1.Compose([transform, v1.PILToTensor()]) for transform in (v1.RandomHorizontalFlip(0.3), spoil(v1)))
     assert distances(looks(ours(law, image, 1)), looks(ours(other, image, 2))) > FARTHEST

@@ -1,4 +1,4 @@
-"""RandomApply, RandomChoice and RandomOrder against torchvision, image by image."""
+"""RandomApply, RandomChoice and RandomOrder compared with torchvision, image by image."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_random_choice_and_order(same, name, made):
 
 
 @pytest.mark.parametrize(("family", "taken"), [(v1, True), (v2, False)])
-def test_at_the_very_chance_version_1_applies_and_version_2_does_not(family, taken):
+def test_at_exactly_the_probability_version_1_applies_and_version_2_does_not(family, taken):
     operation = read(family.RandomApply([family.Grayscale(3)], p=0.25), ImageForm("tensor"))
     images = torch.arange(12, dtype=torch.uint8).view(1, 3, 2, 2)
     assert torch.equal(operation(images, [torch.tensor([0.25])]), images) is not taken
 
 
 @pytest.mark.parametrize("transform", [v1.RandomChoice([v1.Grayscale(3)]), v1.RandomOrder([v1.Grayscale(3)])])
-def test_what_draws_from_pythons_random_is_left_alone(transform):
+def test_use_of_pythons_random_is_left_alone(transform):
     with pytest.raises(NotBatchable, match="Python's random"):
         read(transform, ImageForm("tensor"))
 
 
-def test_ways_that_part_are_refused():
+def test_branches_that_differ_are_rejected():
     with pytest.raises(NotBatchable, match="some images would become"):
         read(v2.RandomApply([v2.Grayscale(1)]), ImageForm("pil", mode="RGB"))
     with pytest.raises(NotBatchable, match="some images would be"):

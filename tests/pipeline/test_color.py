@@ -1,4 +1,4 @@
-"""ColorJitter, Grayscale and RandomGrayscale against torchvision, image by image."""
+"""ColorJitter, Grayscale and RandomGrayscale compared with torchvision, image by image."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_any_range(same, family, name, brightness, contrast, saturation, hue, se
 
 
 def test_hue_of_every_colour_on_a_grid():
-    """Every fourth level of each channel, and the levels beside 0 and 255; here against Pillow, by torchvision's function."""
+    """Every fourth level of each channel, and the levels next to 0 and 255; here compared with Pillow,
+    through torchvision's function.
+    """
     levels = torch.tensor(sorted({*range(0, 256, 4), 1, 2, 253, 254, 255}), dtype=torch.uint8)
     colours = torch.cartesian_prod(levels, levels, levels).view(1, -1, len(levels), 3)
     for turn in (0.0, 0.123, -0.5):
@@ -66,7 +68,7 @@ def test_grey(same, family, name, kind, value):
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
-def test_grey_says_what_a_pil_image_becomes(channels, mode):
+def test_grey_declares_the_mode_of_a_pil_image(channels, mode):
     read = READERS["v2.Grayscale"](v2.Grayscale(channels), ImageForm("pil", mode="RGB"))
     assert read.form(ImageForm("pil", mode="RGB")) == ImageForm("pil", mode=mode)
 
@@ -78,13 +80,13 @@ def test_other_images_are_left_alone(form):
             READERS[f"v2.{type(transform).__name__}"](transform, form)
 
 
-def test_four_channels_are_refused():
+def test_four_channels_are_rejected():
     with pytest.raises(ValueError, match="1 or 3 channels"):
         READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor")).shape(ImageShape(4, 8, 8))
 
 
 def test_the_order_of_steps_is_torchs():
-    """The permutation made from single words is the one that torch.randperm makes."""
+    """The permutation made from single words equals the one of torch.randperm."""
     jitter = READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor"))
     kinds = jitter.draws(ImageShape(3, 4, 4))[:3]
     for seed in range(40):

@@ -77,8 +77,8 @@ def test_data_sets_of_many_kinds(name, levers):
         assert said == (["Lambda is not a transform that can run on batches"] if name == "wrapped outside" else [])
 
 
-def test_images_of_a_folder_are_kept_whatever_their_files_tell(tmp_path):
-    """JPEG files leave a density and a version beside the pixels."""
+def test_images_of_a_folder_are_kept_whatever_their_metadata(tmp_path):
+    """JPEG files add a density and a version to the pixels."""
     for at, image in enumerate(charts(12)):
         (tmp_path / f"{at % 3}").mkdir(exist_ok=True)
         image.save(tmp_path / f"{at % 3}" / f"{at}.jpg", dpi=(72, 72))
@@ -114,7 +114,7 @@ class Two(Images):
 
 
 class Own(Images):
-    """Looks at what its transform returns."""
+    """Inspects the result of its transform."""
 
     def __init__(self):
         super().__init__(augmented())
@@ -146,5 +146,5 @@ class Data(Dataset):
 @each_feed
 @pytest.mark.parametrize("make", [Slots, Two, Own, Deep, lambda: TensorDataset(torch.arange(24)), lambda: [(torch.ones(2), 1)] * 24, lambda: Data(augmented())],
                          ids=["slots", "two pipelines", "goes on itself", "deep", "tensors", "list", "dataclass"])
-def test_data_sets_that_are_hard_to_look_at(make, levers):
+def test_data_sets_that_are_hard_to_inspect(make, levers):
     same_as_plain(lambda: epochs(make()), *levers)

@@ -1,4 +1,7 @@
-"""Twins and what makes them, on the one device that is always there: the host itself. Streams and pinned memory need a GPU (tests/levers/test_gpu.py)."""
+"""Device counterparts of host tensors, and the code that makes them, on the host itself.
+
+Streams and pinned memory need a GPU (tests/levers/test_gpu.py).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from flatout.pipeline.keeping import CacheBudget, CacheOptions
 CPU = torch.device("cpu")
 
 
-def test_a_twin_is_handed_out_once():
+def test_a_counterpart_is_returned_once():
     device_copies, host = DeviceCopies(), torch.arange(4.0)
     assert not device_copies
     device_copies.offer(host, device_copy := host.clone(), None)
@@ -33,21 +36,21 @@ def test_a_twin_is_handed_out_once():
     assert device_copies.take(host, CPU) is None
 
 
-def test_a_tensor_that_was_changed_has_no_twin():
+def test_a_tensor_that_was_changed_has_no_counterpart():
     device_copies, host = DeviceCopies(), torch.arange(4.0)
     device_copies.offer(host, host.clone(), None)
     host.add_(1)
     assert device_copies.take(host, CPU) is None
 
 
-def test_another_device_or_another_tensor_has_no_twin():
+def test_another_device_or_another_tensor_has_no_counterpart():
     device_copies, host = DeviceCopies(), torch.arange(4.0)
     device_copies.offer(host, host.clone(), None)
     assert device_copies.take(host.clone(), CPU) is None
     assert device_copies.take(host, torch.device("meta")) is None
 
 
-def test_twins_keep_no_batch_alive_and_are_not_many():
+def test_counterparts_keep_no_batch_alive_and_are_few():
     device_copies, host = DeviceCopies(), torch.zeros(2)
     gone = weakref.ref(host)
     device_copies.offer(host, torch.zeros(2), None)
@@ -60,7 +63,7 @@ def test_twins_keep_no_batch_alive_and_are_not_many():
     assert [device_copies.take(each, CPU) is None for each in kept].count(True) == 5
 
 
-def test_copies_are_the_values_that_were_there():
+def test_copies_have_the_original_values():
     lane, tensor = CopyStream(CPU), torch.arange(6).view(2, 3)
     with lane.open():
         there, back = lane.to_device(tensor), lane.to_host(tensor)
@@ -73,7 +76,10 @@ def test_copies_are_the_values_that_were_there():
 @pytest.mark.parametrize("depth", [0, 1, 2, 50])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
-    """As many as asked for once it is known where they go, all of them, and again in the next epoch; each tensor's twin is its own."""
+    """The requested number of batches once their device is known, all of them, and again in the next epoch.
+
+    Each tensor's counterpart is its own.
+    """
     loader = DataLoader(TensorDataset(torch.arange(20.0).view(20, 1), torch.arange(20)), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
     plain = list(loader)
     for _ in range(2):
@@ -86,7 +92,7 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
             assert device_copy is None or torch.equal(device_copy, images)
             assert device_copies.take(labels, torch.device("meta")) is None
             found.append([images, labels])
-        assert handed_out == len(plain) - 1  # where the first one goes nobody could know
+        assert handed_out == len(plain) - 1  # the device of the first one is unknown
         assert all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
         if workers:
             del iterator._next_data  # a persistent iterator is the same one in the next epoch
@@ -106,8 +112,11 @@ class Drawn(Dataset):
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_what_the_program_draws_stays_in_its_order(depth, ahead, draws):
-    """Without workers: a batch is taken ahead only by a thread, whose batches draw nothing. Each is copied before the program asks for it."""
+def test_the_programs_random_numbers_keep_their_order(depth, ahead, draws):
+    """Without workers only a thread takes a batch ahead, and its batches use no random numbers.
+
+    Each is copied before the program asks for it.
+    """
     def epoch(fed):
         torch.manual_seed(0)
         loader, device_copies, found, there = DataLoader(Drawn(draws), batch_size=4, shuffle=True), DeviceCopies(), [], 0
@@ -126,7 +135,7 @@ def test_what_the_program_draws_stays_in_its_order(depth, ahead, draws):
     assert there == len(plain) - 1
 
 
-def test_an_iterator_that_is_left_early_is_let_go():
+def test_an_iterator_that_is_left_early_is_released():
     loader = DataLoader(TensorDataset(torch.zeros(20, 1)), batch_size=4)
     iterator = iter(loader)
     iterator._next_data = DevicePrefetcher(iterator, 2, DeviceCopies())
@@ -182,7 +191,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_batches_made_where_the_data_lies_are_the_plain_ones(beside):
+def test_batches_made_on_the_device_are_the_plain_ones(beside):
     dataset, device_copies = Images(transforms.Compose(PIPELINE)), DeviceCopies()
     found, end, info = fed(dataset, ResidentDevice(CPU, device_copies, beside))
     expected, expected_end = plain(dataset)
@@ -196,7 +205,7 @@ def test_batches_made_where_the_data_lies_are_the_plain_ones(beside):
         assert torch.equal(device_copy, host)
 
 
-def test_what_needs_single_samples_does_not_lie_on_the_device():
+def test_data_that_needs_single_samples_stays_on_the_host():
     dataset = Images(transforms.Compose([transforms.RandomChoice([transforms.Pad(0)]), *PIPELINE]))
     found, end, info = fed(dataset, ResidentDevice(CPU, DeviceCopies()))
     expected, expected_end = plain(dataset)
@@ -205,7 +214,7 @@ def test_what_needs_single_samples_does_not_lie_on_the_device():
     assert any("not all of it can be on the device" in sentence for sentence in info)
 
 
-def test_what_names_a_device(monkeypatch):
+def test_values_that_name_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device_of("cuda") == torch.device("cuda", 1)
     assert device_of("cuda:0") == device_of(0) == device_of(torch.device("cuda", 0)) == torch.device("cuda", 0)

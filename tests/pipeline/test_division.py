@@ -1,4 +1,6 @@
-"""Division by a number, on a device that multiplies by its reciprocal instead, as CUDA does (BinaryDivTrueKernel.cu of torch 2.14)."""
+"""Division by a number, on a device that multiplies by its reciprocal instead, as CUDA does
+(BinaryDivTrueKernel.cu of torch 2.14).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NUMBERS = (torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__, torch.
 
 
 class OfCuda(TorchFunctionMode):
-    """A division by a number of the host is a multiplication; one by a tensor is a division."""
+    """A division by a host number is a multiplication; one by a tensor is a division."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in NUMBERS and not isinstance(args[1], torch.Tensor):
@@ -27,7 +29,7 @@ class OfCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_emulated_device_rounds_otherwise():
+def test_the_emulated_device_rounds_differently():
     with OfCuda():
         other = BYTES.float() / 255
     assert int((other != BYTES.float() / 255).sum()) == 126

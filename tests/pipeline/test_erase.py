@@ -1,4 +1,4 @@
-"""RandomErasing against torchvision, image by image."""
+"""RandomErasing compared with torchvision, image by image."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_pil_images_are_version_twos(same):
     ({"value": "random"}, ImageForm("tensor"), "outside 0"), ({"value": 300}, ImageForm("tensor"), "outside 0"), ({"value": -1}, ImageForm("tensor"), "outside 0"),
     ({"inplace": True}, ImageForm("tensor", torch.float32), "in place"), ({}, ImageForm("tensor", torch.float64), "does not run in batches"),
 ])
-def test_what_is_left_alone(arguments, form, words):
+def test_unsupported_cases_are_left_alone(arguments, form, words):
     for family in (v1, v2):
         with pytest.raises(NotBatchable, match=words):
             READERS[f"{family.__name__.split('.')[-1].replace('transforms', 'v1')}.RandomErasing"](family.RandomErasing(**arguments), form)
 
 
-def test_values_for_other_channels_are_refused():
+def test_values_for_other_channels_are_rejected():
     with pytest.raises(ValueError, match="2 values"):
         READERS["v1.RandomErasing"](v1.RandomErasing(value=(1, 2)), ImageForm("tensor")).shape(ImageShape(3, 8, 8))

@@ -1,4 +1,7 @@
-"""The promise of a feed: batches, and what is left behind, are those of the plain loader. Real loaders, a real training context, the real levers."""
+"""The promise of a feed: batches and side effects are those of the plain loader.
+
+Real loaders, a real training context, the real levers.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ each_pipeline = pytest.mark.parametrize("pipeline", SHAPES.values(), ids=SHAPES)
 
 @pytest.mark.parametrize("levers", [*FEEDS, (AT_ONCE,), (BATCHED, LAZILY)], ids=[*FEED_NAMES, "at once", "batched lazily"])
 @each_pipeline
-def test_batches_are_the_plain_ones_and_nothing_is_said(pipeline, levers):
+def test_batches_are_the_plain_ones_and_nothing_is_reported(pipeline, levers):
     assert same_as_plain(lambda: epochs(Images(pipeline())), *levers) == []
 
 
-# -- what a sample may be ------------------------------------------------------------------------------------------------
+# -- kinds of samples --------------------------------------------------------------------------------------------------------
 
 Named = namedtuple("Named", "image label")
 SAMPLES = {
@@ -62,8 +65,8 @@ class Shaped(Images):
 
 @each_feed
 @pytest.mark.parametrize("shape", SAMPLES)
-def test_whatever_a_sample_is(shape, levers):
-    for pipeline in (augmented, fixed)[levers == (LAZILY,):]:  # what draws is kept up to there, as in the other two
+def test_every_kind_of_sample(shape, levers):
+    for pipeline in (augmented, fixed)[levers == (LAZILY,):]:  # random steps are kept up to there, as in the other two
         same_as_plain(lambda: epochs(Shaped(pipeline(), shape), 1), *levers)  # noqa: B023
 
 
@@ -73,7 +76,7 @@ class Odd(Images):
 
 
 @each_feed
-def test_what_cannot_be_collated_fails_as_it_would(levers):
+def test_samples_that_cannot_be_collated_fail_as_in_the_plain_loader(levers):
     def program():
         with pytest.raises(TypeError) as caught:
             epochs(Odd(fixed()))
@@ -82,11 +85,11 @@ def test_what_cannot_be_collated_fails_as_it_would(levers):
     same_as_plain(program, *levers)
 
 
-# -- who draws, and when -------------------------------------------------------------------------------------------------
+# -- random numbers ----------------------------------------------------------------------------------------------------------
 
 
 class Drawing(Images):
-    """Draws for some samples only, and not for those that come first."""
+    """Uses random numbers for some samples only, and not for the first ones."""
 
     def __init__(self, transform, draw):
         super().__init__(transform)
@@ -102,8 +105,8 @@ DRAWS = {"torch": lambda: torch.rand(1).item(), "random": random.random, "numpy"
 @each_feed
 @each_pipeline
 @pytest.mark.parametrize("source", DRAWS)
-def test_a_data_set_that_draws_now_and_then(source, pipeline, levers):
-    """Not in the batch that is made both ways; the order of draws must hold in the later ones."""
+def test_a_data_set_with_random_numbers_now_and_then(source, pipeline, levers):
+    """The batch that is made both ways has no random numbers; the order must hold in the later ones."""
     same_as_plain(lambda: epochs(Drawing(pipeline(), DRAWS[source]), 1, shuffle=False), *levers)
 
 
@@ -124,7 +127,7 @@ GENERATORS = {"numpy": lambda: np.random.default_rng(1), "old": lambda: np.rando
 @each_feed
 @each_pipeline
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_a_generator_of_the_data_sets_own_is_not_moved_by_looking(kind, pipeline, levers):
+def test_inspection_does_not_advance_a_generator_of_the_data_set(kind, pipeline, levers):
     def program():
         dataset = Own(pipeline(), GENERATORS[kind]())
         found = epochs(dataset)
@@ -151,7 +154,7 @@ def test_a_generator_that_a_transform_finds_in_its_module(levers):
 
 
 class TwoViews(Images):
-    """As contrastive learning has them: the pipeline is asked twice for a sample."""
+    """As in contrastive learning: the pipeline runs twice for each sample."""
 
     def __getitem__(self, index):
         return self.transform(self.images[index]), self.transform(self.images[index]), index
@@ -163,7 +166,7 @@ def test_two_views_of_each_image(levers):
 
 
 class Wild(Images):
-    """Another answer each time, from nowhere that could be seen."""
+    """Gives a different result each time, from an invisible source."""
 
     def __init__(self, transform):
         super().__init__(transform)
@@ -174,12 +177,12 @@ class Wild(Images):
 
 
 @each_feed
-def test_a_data_set_that_never_answers_twice_is_refused(levers):
+def test_a_nondeterministic_data_set_is_rejected(levers):
     _, _, said = run(lambda: epochs(Wild(fixed())), *levers)
     assert any("not the same each time" in sentence or "differ" in sentence for _, sentence in said)
 
 
-# -- what code of the data set leaves behind -----------------------------------------------------------------------------
+# -- side effects of the data set's code -------------------------------------------------------------------------------------
 
 
 class Counting(Images):
@@ -194,8 +197,10 @@ class Counting(Images):
 
 @each_feed
 @each_pipeline
-def test_a_counter_counts_as_it_would(pipeline, levers):
-    """After each batch, not only when the next one is asked for; and the looking does not count."""
+def test_a_counter_counts_as_in_the_plain_loader(pipeline, levers):
+    """The count holds after each batch, not only when the next one is requested, and inspection does not
+    count.
+    """
     same_as_plain(lambda: epochs(Counting(pipeline()), meanwhile=lambda dataset, epoch, at: dataset.fetched), *levers)
 
 
@@ -210,8 +215,8 @@ class Logging(Images):
 
 
 @each_keeping
-def test_looking_leaves_nothing_in_a_list_of_the_data_set(levers):
-    """Nor is such a data set kept: it would no longer be asked."""
+def test_inspection_leaves_nothing_in_a_list_of_the_data_set(levers):
+    """Samples of such a data set are not kept either: its code would no longer be called."""
     def program():
         dataset = Logging(fixed())
         epochs(dataset)
@@ -225,7 +230,7 @@ def test_looking_leaves_nothing_in_a_list_of_the_data_set(levers):
 
 
 class Caching(Images):
-    """Keeps what came out of its pipeline: augmented once, as some do it."""
+    """Keeps the result of its pipeline: augmented once, as some programs do."""
 
     def __init__(self, transform):
         super().__init__(transform)
@@ -240,7 +245,7 @@ class Caching(Images):
 @each_feed
 @each_pipeline
 def test_a_data_set_that_keeps_its_images_itself(pipeline, levers):
-    """Nothing of ours may come to lie in what it keeps, nor anything that was drawn while looking."""
+    """Nothing of flatout may end up in its cache, nor any random number used during inspection."""
     def program():
         dataset = Caching(pipeline())
         found = epochs(dataset)
@@ -251,7 +256,7 @@ def test_a_data_set_that_keeps_its_images_itself(pipeline, levers):
 
 
 class Opening(Images):
-    """Opens its file when a sample is first asked for."""
+    """Opens its file when the first sample is requested."""
 
     file = None
 
@@ -279,8 +284,8 @@ class Failing(Images):
 
 @each_feed
 @each_pipeline
-def test_an_exception_comes_out_once_and_the_loader_goes_on(pipeline, levers):
-    """Where what was drawn before it is drawn once, from every generator."""
+def test_an_exception_comes_out_once_and_the_loader_continues(pipeline, levers):
+    """The random numbers before it are used once, from every generator."""
     def program():
         taking, found = iter(DataLoader(Failing(pipeline()), batch_size=4)), []
         for _ in range(6):
@@ -309,7 +314,7 @@ def test_an_interrupt_is_not_swallowed(levers):
     run(program, *levers)
 
 
-# -- what changes under it -----------------------------------------------------------------------------------------------
+# -- changes during training -------------------------------------------------------------------------------------------------
 
 
 def label(dataset, epoch, at):
@@ -363,7 +368,7 @@ def no_pipeline_in_the_next_epoch(dataset, epoch, at):
 
 
 def constant_late(dataset, epoch, at):
-    """When kept samples are no longer looked at in every batch."""
+    """Changes when kept samples are no longer checked in every batch."""
     if (epoch, at) == (2, 19):
         dataset.transform.transforms[-1].mean = [0.1] * 3
 
@@ -399,13 +404,13 @@ def floats():
 @each_feed
 @pytest.mark.parametrize("change", [one_image, all_images, images_replaced], ids=lambda change: change.__name__)
 def test_data_that_is_changed_in_place(change, levers):
-    """One image among many: whoever only looks at a sample now and then would miss it."""
+    """One image among many: an occasional check of a sample would miss it."""
     same_as_plain(lambda: epochs(Images(fixed(), stacked()), 3, change), *levers)
     same_as_plain(lambda: epochs(Images(floats(), tensors()), 3, change), *levers)
 
 
 @each_keeping
-def test_large_data_is_looked_through_when_an_epoch_begins(levers):
+def test_large_data_is_checked_when_an_epoch_begins(levers):
     def program():
         large = np.zeros((24, 96, 96, 3), dtype=np.uint8)
         return [batch[0][:, :, 0, 0] for batch in epochs(Images(fixed(), large), 2, one_image) if isinstance(batch, list)]
@@ -443,7 +448,7 @@ def test_set_epoch(pipeline, levers):
 @each_feed
 @pytest.mark.parametrize("last", [v1.Normalize([0.5] * 3, [0.25] * 3, inplace=True), v1.Lambda(lambda image: image.mul_(0.5))], ids=["normalize", "lambda"])
 def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
-    """A look would be a change."""
+    """An inspection would change the data."""
     def program():
         data = tensors() / 255
         return [*epochs(Images(v1.Compose([v1.RandomHorizontalFlip(), last]), data), 3), data]
@@ -451,7 +456,7 @@ def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
     assert any("in place" in sentence for sentence in same_as_plain(program, *levers))
 
 
-# -- images that are not alike -------------------------------------------------------------------------------------------
+# -- images that differ ------------------------------------------------------------------------------------------------------
 
 
 def mixed(*, late):
@@ -461,8 +466,10 @@ def mixed(*, late):
 
 
 @each_feed
-def test_a_late_image_of_another_mode_fails_as_it_would(levers):
-    """One gray image far behind: with three constants for one channel torchvision raises, and so must the batch."""
+def test_a_late_image_of_another_mode_fails_as_in_the_plain_loader(levers):
+    """One grey image at a late position: with three constants for one channel torchvision raises, and so must
+    the batch.
+    """
     def program():
         with pytest.raises(RuntimeError) as caught:
             epochs(Images(augmented(), mixed(late=lambda image: image.convert("L"))), 1, shuffle=False)
@@ -473,7 +480,7 @@ def test_a_late_image_of_another_mode_fails_as_it_would(levers):
 
 @each_feed
 @pytest.mark.parametrize("mode", ["P", "RGBA", "I;16"])
-def test_late_images_of_another_mode_that_a_transform_evens_out(mode, levers):
+def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
     def late(image):
         return image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
 
@@ -553,7 +560,7 @@ class Endless(torch.utils.data.Sampler):
 
 
 class Stateful(torch.utils.data.Sampler):
-    """Depends on what was trained meanwhile."""
+    """Depends on the training in between."""
 
     def __init__(self):
         self.at = 0
@@ -566,7 +573,7 @@ class Stateful(torch.utils.data.Sampler):
 
 @pytest.mark.parametrize("levers", [*FEEDS, (THREAD,), (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "thread", "workers"])
 @pytest.mark.parametrize("case", ["stream", "no batches"])
-def test_what_is_left_alone_says_why(case, levers):
+def test_loaders_left_alone_say_why(case, levers):
     def program():
         class Stream(torch.utils.data.IterableDataset):
             def __iter__(self):
@@ -585,7 +592,7 @@ def test_what_is_left_alone_says_why(case, levers):
 
 
 @pytest.mark.parametrize("levers", [(THREAD,), (("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)], ids=["thread", "workers", "batched", "at once"])
-def test_samplers_of_the_scripts_own_are_asked_as_late_as_ever(levers):
+def test_custom_samplers_are_called_as_late_as_in_the_plain_loader(levers):
     def program():
         sampler, found = Stateful(), []
         for batch in DataLoader(Images(augmented()), 4, sampler=sampler):
@@ -598,7 +605,7 @@ def test_samplers_of_the_scripts_own_are_asked_as_late_as_ever(levers):
 
 
 @each_feed
-def test_the_scripts_objects_stay_as_they_are(levers):
+def test_the_scripts_objects_stay_unchanged(levers):
     def program():
         dataset = Images(augmented())
         loader = DataLoader(dataset, 5, shuffle=True)
@@ -614,7 +621,9 @@ def test_the_scripts_objects_stay_as_they_are(levers):
 
 
 def test_a_budget_that_holds_only_some_samples():
-    """The rows that fit are kept, the others are fetched, and a step that draws lies between what is kept and the batch."""
+    """The rows that fit are kept and the others are fetched; a random step lies between the kept rows and the
+    batch.
+    """
     pipeline = v1.Compose([v1.Resize(96), v1.RandomAutocontrast(), v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.ToTensor()])
     images = charts(48, 96, 128)
     for levers in [(("cached_prefix", {"mib": 1}),), (BATCHED, ("cached_prefix", {"mib": 1}))]:
@@ -623,7 +632,7 @@ def test_a_budget_that_holds_only_some_samples():
 
 
 def test_samples_that_are_kept_are_not_fetched_again():
-    """But one a batch, to see whether it changes."""
+    """One sample a batch is fetched, to check whether it changes."""
     asked = []
 
     class Asked(Images):
@@ -636,8 +645,8 @@ def test_samples_that_are_kept_are_not_fetched_again():
     assert len(asked) < 24 + looks + watched < 6 * 24
 
 
-def test_a_transform_is_done_once_for_a_batch():
-    """That the batched way is taken at all: transforms that were read are not called any more."""
+def test_a_transform_runs_once_for_a_batch():
+    """The batched path is really used: recognised transforms are not called any more."""
     class Watched(v1.ToTensor):
         pass
 
@@ -662,7 +671,7 @@ def test_difference_between_two_batches():
         assert different([x, {"a": 1}], other, 0.0)
 
 
-def test_trying_out_a_loader_leaves_the_generators():
+def test_trying_a_loader_leaves_the_generators_unchanged():
     before, ledger = torch.get_rng_state(), Ledger()
     INTERCEPTION.hold(ledger)
     feed = Feed(DataLoader(Images(augmented()), 5))

@@ -1,4 +1,6 @@
-"""Transforms are followed wherever the data set's own code calls them, and batches are those of the plain loader, bit for bit."""
+"""Transforms are followed wherever the data set's own code calls them, and batches are those of the plain
+loader, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{start}") for start in EXPECTE
 
 
 def computed(monkeypatch, program, *levers):
-    """How many images were computed in batches, and how many one by one, once their pipelines were read; and what was said."""
+    """The number of images computed in batches and one by one after their pipelines were recognised, and the
+    messages.
+    """
     every = {}
     really = PipelineTracker.review
 
@@ -49,20 +53,20 @@ def test_every_shape_of_data_set(name, levers):
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_they_are_really_followed(name, monkeypatch):
     together, alone, said = computed(monkeypatch, lambda: epochs(FOLLOWED[name](), 3), BATCHED)
-    assert together >= 24 * (3 if name not in ("two parts", "either", "either, by torch") else 2)  # all, but for a pipeline that comes late
+    assert together >= 24 * (3 if name not in ("two parts", "either", "either, by torch") else 2)  # all except a pipeline that appears late
     assert alone == 0
     assert said == []
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_gains_nothing_is_left_alone_and_says_why(name, monkeypatch):
+def test_data_sets_without_a_gain_are_left_alone_and_say_why(name, monkeypatch):
     _, alone, said = computed(monkeypatch, lambda: epochs(LEFT[name](), 3), BATCHED)
     assert alone == 0
     assert said
 
 
-def test_a_pipeline_that_is_looked_at_later_is_left_alone():
-    """Not by the samples that are looked at first."""
+def test_a_pipeline_that_is_inspected_later_is_left_alone():
+    """The samples that are checked first do not show it."""
     late = [False]
     transform = augmented()
 
@@ -106,7 +110,7 @@ def test_in_workers(make, levers, workers):
     assert same_as_plain(lambda: epochs(make(), num_workers=workers), *levers) == []
 
 
-# -- what the data set's code does with them -----------------------------------------------------------------------------
+# -- what the data set's code does with images -------------------------------------------------------------------------------
 
 
 class Collecting(Images):
@@ -122,7 +126,7 @@ class Collecting(Images):
         return image, index
 
 
-def test_images_that_the_data_set_keeps_are_real_when_their_batch_is_there():
+def test_images_kept_by_the_data_set_are_real_once_their_batch_exists():
     def program():
         dataset = Collecting(augmented())
         found = epochs(dataset, meanwhile=lambda dataset, epoch, at: [type(image) is torch.Tensor for image in dataset.seen])
@@ -174,12 +178,12 @@ def too_small(image, index, transform=v1.Compose([v1.RandomCrop(12), v1.ToTensor
 
 
 @each_feed
-def test_an_image_that_torchvision_rejects_is_rejected_where_it_was(levers):
+def test_an_image_that_torchvision_rejects_is_rejected_in_the_same_place(levers):
     same_as_plain(lambda: epochs(Sample(too_small), batch_size=1), *levers)
 
 
 def test_a_bounded_number_of_images_waits(monkeypatch):
-    """Whatever the batch size: images are computed early, and the batch is the same."""
+    """Images are computed early whatever the batch size, and the batch is the same."""
     monkeypatch.setattr(deferring, "MOST_HELD_BYTES", 5 * 11 * 13 * 3)
     most = [0]
     really = deferring.Deferring._answer
@@ -210,7 +214,7 @@ def test_nothing_is_held_once_a_batch_is_made():
     assert found == [0, 0, 0, 0]
 
 
-# -- what the script changes ---------------------------------------------------------------------------------------------
+# -- changes by the script ---------------------------------------------------------------------------------------------------
 
 
 def replaced(dataset, epoch, at):
@@ -240,7 +244,7 @@ def fixed_10():
 
 
 class Labelling:
-    """An object around a transform with a table of its own."""
+    """An object around a transform with its own table."""
 
     def __init__(self, transform):
         self.transform, self.labels = transform, list(range(24))
@@ -252,7 +256,7 @@ class Labelling:
 @each_feed
 @pytest.mark.parametrize("transform", [augmented, fixed])
 def test_a_change_of_one_sample_in_the_object_around_a_transform(transform, levers):
-    """Whoever only looks at a sample now and then would miss it."""
+    """An occasional check of a sample would miss it."""
     def change(dataset, epoch, at):
         if (epoch, at) == (0, 4):
             dataset.make.labels[7] = 99
@@ -261,7 +265,7 @@ def test_a_change_of_one_sample_in_the_object_around_a_transform(transform, leve
 
 
 def forked_late(image, index, transform=augmented()):  # noqa: B008
-    """Not in the batch that is made both ways."""
+    """Forks only after the batch that is made both ways."""
     if index < 9:
         return transform(image), index
     with torch.random.fork_rng():
@@ -363,11 +367,11 @@ def test_two_loaders_in_turns_and_a_transform_that_the_script_calls_itself(lever
 
 
 def test_the_answer_has_no_deferred_image_in_it():
-    """`difference` compares types; a batch of samples as they are holds the images themselves."""
+    """`difference` compares types; a batch of unchanged samples holds the images themselves."""
     found, _, _ = run(lambda: epochs(Images(augmented()), collate_fn=COLLATED["as it is"]), BATCHED)
     assert {type(x) for samples in found[::2] for x, _ in samples} == {torch.Tensor}
     assert difference(found[0], found[0]) == ""
 
 
-def test_use_of_what_a_transform_returns_for_a_function_that_is_no_method():
+def test_a_function_that_uses_the_result_of_a_transform():
     same_as_plain(lambda: epochs(Sample(on(augmented(), lambda x: [x, {"again": x}]))), BATCHED)

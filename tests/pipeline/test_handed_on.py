@@ -1,4 +1,4 @@
-"""Samples that one program of a search has kept reach the next one, and never those of another data set."""
+"""Samples that one program of a search has kept reach the next one, but never samples of another data set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 3000
 
 
 class Numbers(Dataset):
-    """What is fetched from any of them is in ``asked``."""
+    """``asked`` lists all fetched indices."""
 
     def __init__(self, changed=()):
         self.rows = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,9 @@ asked: list[int] = []
 
 
 def kept(dataset, folder):
-    """The store of a program that keeps all samples before its first batch, and how many samples it fetched."""
+    """The store of a program that keeps all samples before its first batch, and the number of samples it
+    fetched.
+    """
     asked.clear()
     feed = Feed(DataLoader(dataset, batch_size=10))
     feed.keep = CacheOptions(CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic))
@@ -49,7 +51,7 @@ def holds(store, dataset):
     return torch.equal(store.columns[0], dataset.rows) and store.columns[1].tolist() == [index % 7 for index in range(LENGTH)]
 
 
-def test_the_next_program_fetches_a_few_samples_alone(tmp_path):
+def test_the_next_program_fetches_only_a_few_samples(tmp_path):
     store, fetched = kept(Numbers(), tmp_path)
     assert fetched >= LENGTH
     again, fetched = kept(Numbers(), tmp_path)
@@ -67,7 +69,7 @@ def test_another_data_set_is_fetched_whole(tmp_path, at):
 
 
 @pytest.mark.parametrize("content", [b"", b"half of a file"])
-def test_a_file_that_was_cut_off_counts_as_none(tmp_path, content):
+def test_a_truncated_file_is_ignored(tmp_path, content):
     kept(Numbers(), tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
@@ -76,7 +78,7 @@ def test_a_file_that_was_cut_off_counts_as_none(tmp_path, content):
     assert holds(store, Numbers())
 
 
-def test_samples_that_draw_random_numbers_are_not_handed_on(tmp_path):
+def test_random_samples_are_not_handed_on(tmp_path):
     class Noisy(Numbers):
         def __getitem__(self, index):
             return self.rows[index] + torch.rand(3), index

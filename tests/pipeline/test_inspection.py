@@ -1,4 +1,4 @@
-"""A copy of a data set that may be looked at: the original never notices."""
+"""A copy of a data set for inspection: the original is unaffected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shapes import Views
 from flatout.pipeline.inspection import inspection_copy
 
 
-def test_a_copy_to_look_at():
+def test_a_copy_for_inspection():
     dataset = Images(augmented())
     dataset.seen, dataset.cache, dataset.set = [], {}, set()
     whole = ConcatDataset([Subset(dataset, [1]), dataset])
@@ -42,7 +42,7 @@ class Slots(Dataset):
     __slots__ = ("image", "missing")
 
 
-def test_what_an_object_around_a_transform_counts():
+def test_counters_of_an_object_around_a_transform():
     dataset = Images(Counting(augmented()))
     copy = inspection_copy(Subset(dataset, [1, 2])).dataset
     copy[1]

@@ -1,4 +1,4 @@
-"""Which calls are shown to a recorder, in which thread, and for how long."""
+"""Which calls a recorder gets, in which thread, and for how long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE = charts(1)[0]
 
 
 class Listing:
-    """Does what the transform does, and writes it down."""
+    """Does what the transform does, and records it."""
 
     def __init__(self):
         self.calls, self.seeded = [], 0
@@ -110,7 +110,7 @@ def test_seeding_is_announced(ledger):
     assert torch.manual_seed is before
 
 
-def test_everything_is_put_back_with_the_last_holder(ledger):
+def test_everything_is_restored_with_the_last_holder(ledger):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     before, collation = dict(vars(v1.Compose)), dict(default_collate_fn_map)
@@ -125,7 +125,7 @@ def test_everything_is_put_back_with_the_last_holder(ledger):
     assert dict(default_collate_fn_map) == collation
 
 
-def test_an_error_comes_through_as_it_is(ledger):
+def test_an_error_passes_unchanged(ledger):
     INTERCEPTION.hold(ledger)
     with pytest.raises(TypeError, match="should be PIL Image"), recording(Listing()):
         v1.ToTensor()("no image")

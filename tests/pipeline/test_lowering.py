@@ -1,4 +1,4 @@
-"""Which transforms of a pipeline are done to batches, which stay with the single image, and why."""
+"""Which transforms of a pipeline run on batches, which stay with the single image, and why."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def runs(transform, images=IMAGES, **options):
 @pytest.mark.parametrize(("steps", "wanted"), [
     ([CROP, FLIP, TENSOR, NORMAL], (0, 4)), ([TENSOR], (0, 1)), ([OWN, CROP, FLIP, TENSOR], (1, 4)), ([CROP, FLIP, TENSOR, OWN], (0, 3)),
     ([FLIP, OWN, TENSOR, NORMAL], (2, 4)),  # the longest
-    ([FLIP, TENSOR, OWN, FLIP, NORMAL], (3, 5)),  # of two as long the last
+    ([FLIP, TENSOR, OWN, FLIP, NORMAL], (3, 5)),  # of two equally long, the last
     ([CROP, FLIP, TENSOR, OWN, NORMAL], (0, 3)),
-    ([CROP, FLIP, OWN, FLIP, TENSOR], (3, 5)),  # a run that ends in images is of no use
+    ([CROP, FLIP, OWN, FLIP, TENSOR], (3, 5)),  # a run that ends in images is useless
     ([v1.Compose([CROP, v1.Compose([FLIP])]), TENSOR], (0, 3)), ([torch.nn.Sequential(CROP, FLIP), TENSOR], (0, 3)),
 ], ids=str)
 def test_the_run_that_is_chosen(steps, wanted):
@@ -68,7 +68,7 @@ def test_why_not(transform, images, says):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.rand(), lambda: __import__("random").random()], ids=["torch", "numpy", "random"])
-def test_nothing_that_draws_comes_behind_the_batch(draw):
+def test_no_random_step_follows_the_batch(draw):
     def noisy(image):
         draw()
         return image
@@ -78,7 +78,7 @@ def test_nothing_that_draws_comes_behind_the_batch(draw):
         lower(v1.Compose([FLIP, TENSOR, noisy]), IMAGES)
 
 
-def test_hooks_children_and_hidden_classes_are_not_read():
+def test_hooks_children_and_hidden_classes_are_not_recognised():
     class RandomHorizontalFlip(v1.RandomHorizontalFlip):
         pass
 
@@ -101,7 +101,7 @@ def test_attributes_of_another_torchvision():
     assert read(FLIP, ImageForm("pil", mode="RGB")) == [Flip(-1, 0.5)]
 
 
-def test_heavy_transforms_stay_with_the_single_image_where_that_is_asked():
+def test_heavy_transforms_stay_with_the_single_image_on_request():
     pipeline = v1.Compose([v1.Resize(9), v1.RandomRotation(5), CROP, TENSOR, NORMAL])
     assert runs(pipeline) == (0, 5)
     light = lower(pipeline, IMAGES, light=True)
@@ -111,7 +111,7 @@ def test_heavy_transforms_stay_with_the_single_image_where_that_is_asked():
 
 @pytest.mark.parametrize(("steps", "count"), [([v1.Resize(9), v1.CenterCrop(8), TENSOR, NORMAL], 4), ([v1.Resize(9), FLIP, TENSOR], 1), ([OWN, TENSOR], 0),
                                              ([CROP], 0), ([v1.Pad(2), v1.RandomErasing()], 1), ([], 0)], ids=str)
-def test_how_many_steps_draw_nothing(steps, count):
+def test_the_number_of_steps_without_random_numbers(steps, count):
     assert deterministic(steps, IMAGES) == count
 
 
@@ -123,7 +123,7 @@ def test_how_many_steps_draw_nothing(steps, count):
     (tv_tensors.Image(torch.zeros(3, 4, 5)), ImageForm("tensor", torch.float32, tv=True)), (tv_tensors.Mask(torch.zeros(1, 4, 5)), None), (torch.zeros(4, 5), None),
     (torch.zeros(3, 4, 5, requires_grad=True), None), (torch.nn.Parameter(torch.zeros(3, 4, 5)), None), ("words", None), (None, None),
 ], ids=lambda value: type(value).__name__)
-def test_what_an_image_is(image, form):
+def test_kinds_of_images(image, form):
     assert form_of(image) == form
     if form is not None:
         assert shape_of(image) == ImageShape(*stack([image])[0].shape)
@@ -131,8 +131,10 @@ def test_what_an_image_is(image, form):
         assert copied(image) is not image
 
 
-def test_drawing_for_a_batch_is_drawing_for_its_images():
-    """The three ways in which numbers are drawn, over a pipeline whose counts are known before, and one whose are not."""
+def test_random_numbers_of_a_batch_are_those_of_its_images():
+    """The three ways to generate the numbers, over a pipeline with counts known in advance and
+    one without.
+    """
     for transform in (v1.Compose([CROP, FLIP, TENSOR]), v1.Compose([v1.RandomResizedCrop(6), FLIP, v1.ColorJitter(0.2, 0.2), TENSOR])):
         lowered = lower(transform, IMAGES)
         shape, (a, b, c) = ImageShape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
@@ -148,7 +150,7 @@ def test_drawing_for_a_batch_is_drawing_for_its_images():
         assert at_once.is_contiguous()
 
 
-def test_no_images_in_a_batch_draw_nothing():
+def test_an_empty_batch_uses_no_random_numbers():
     lowered, generator = lower(v1.Compose([CROP, FLIP, TENSOR]), IMAGES), torch.Generator().manual_seed(3)
     before = generator.get_state()
     assert all(len(column) == 0 for numbers in lowered.draw(ImageShape(3, 11, 13), 0, generator) for column in numbers)

@@ -1,4 +1,4 @@
-"""A deferred image is answered where it is certain, and becomes the real one for whoever looks inside."""
+"""A deferred image answers what is certain, and becomes the real image when its content is read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def intercepted():
 
 @pytest.fixture(scope="module")
 def pipelines():
-    """Of the three transforms above, with the pictures going on into a tensor."""
+    """Pipelines of the three transforms above, whose images then become a tensor."""
     found, observer = Pipelines(), CallObserver((), on_copies=True)
     with preserve_states():
         with recording(observer):
@@ -60,7 +60,9 @@ def pipelines():
 
 
 def both(transform, pipelines, use, images=IMAGES[:1]):
-    """What ``use`` makes of the plain images and of deferred ones; with the types that the images have then, and the generator's end."""
+    """The result of ``use`` on plain images and on deferred ones, with the types of the images and the final
+    generator state.
+    """
     torch.manual_seed(4)
     plain = [transform(image) for image in images]
     found = use(plain[0]), [type(image) for image in plain], plain, torch.get_rng_state()
@@ -98,7 +100,7 @@ USES = {
 
 @pytest.mark.parametrize("transform", [TENSOR, TV], ids=["tensor", "tv"])
 @pytest.mark.parametrize("use", USES)
-def test_a_tensor_that_is_looked_at_is_the_real_one(use, transform, pipelines):
+def test_a_tensor_that_is_read_is_the_real_one(use, transform, pipelines):
     if (use, transform) == ("stack", TV):
         return  # of one image: it stays deferred until the batch ends
     plain, other = both(transform, pipelines, USES[use])
@@ -117,7 +119,7 @@ CERTAIN = {
 
 @pytest.mark.parametrize("transform", [TENSOR, TV], ids=["tensor", "tv"])
 @pytest.mark.parametrize("question", CERTAIN)
-def test_what_is_certain_is_answered_without_computing(question, transform, pipelines):
+def test_certain_answers_need_no_computation(question, transform, pipelines):
     still = []
 
     def ask(x):
@@ -141,7 +143,7 @@ IMAGE_USES = {
 
 
 @pytest.mark.parametrize("use", IMAGE_USES)
-def test_a_picture_that_is_looked_at_is_the_real_one(use, pipelines):
+def test_an_image_that_is_read_is_the_real_one(use, pipelines):
     plain, other = both(IMAGE, pipelines, IMAGE_USES[use])
     if isinstance(plain[0], Image.Image):
         assert plain[0] == other[0]
@@ -152,7 +154,7 @@ def test_a_picture_that_is_looked_at_is_the_real_one(use, pipelines):
     assert vars(plain[2][0]).keys() == vars(other[2][0]).keys()
 
 
-def test_a_picture_knows_its_size_without_computing(pipelines):
+def test_an_image_knows_its_size_without_computing(pipelines):
     recorder = Deferring(pipelines, at_once=True)
     with recording(recorder):
         chart = IMAGE(IMAGES[0])
@@ -168,8 +170,8 @@ def test_a_picture_knows_its_size_without_computing(pipelines):
 
 @settings(max_examples=40)
 @given(order=st.permutations(range(6)), taken=st.integers(1, 6), looked=st.sets(st.integers(0, 5)), at_once=st.booleans(), seed=st.integers(0, 99))
-def test_any_images_in_any_order_make_the_batch_that_they_would_have_made(pipelines, order, taken, looked, at_once, seed):
-    """Some of them looked at before, of two pipelines in turns; one generator."""
+def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, looked, at_once, seed):
+    """Some of them were read before, from two interleaved pipelines with one generator."""
     torch.manual_seed(seed)
     plain = [(TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
     end = torch.get_rng_state()
@@ -205,7 +207,9 @@ def test_pixels_that_change_after_the_call(pipelines):
 
 
 def test_images_of_a_pipeline_that_is_not_proved_hold_their_data(pipelines):
-    """Whoever passes by torch's own protocol sees the image as well, and the pipeline is noticed to have lost one."""
+    """Code that bypasses torch's own protocol sees the image as well, and the pipeline notices that it has
+    lost one.
+    """
     pipeline = next(pipeline for pipeline in pipelines if pipeline.transform is TENSOR)
     pipeline.proved = False
     try:

@@ -1,4 +1,6 @@
-"""Random numbers of a batch are those of one call after another, and the generator ends where those calls would have left it."""
+"""Random numbers of a batch are those of one call after another, and the generator ends in the state after
+those calls.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ seeds = st.integers(0, 2**32)
 
 def two(seed, before=0):
     found = [torch.Generator().manual_seed(seed) for _ in range(2)]
-    for generator in found:  # an odd place in the stream, and a normal that waits for its second half
+    for generator in found:  # an odd position in the stream, and a normal number whose second half is pending
         for _ in range(before):
             torch.rand(1, generator=generator)
     return found
@@ -47,7 +49,7 @@ calls = st.one_of(
 @given(seeds, st.lists(calls, max_size=90))
 @example(0, [("uniform", 1e-43, 3.0)] * 9)
 def test_words_are_numbers(seed, asked):
-    """Whatever is asked for, in whatever order, also where somebody else draws from the generator in between."""
+    """This holds for any request in any order, also where other code uses the generator in between."""
     ahead, single = two(seed)
     numbers, found = Numbers(single), []
 
@@ -68,7 +70,7 @@ def test_words_are_numbers(seed, asked):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 127, 128, 129, 700])
-def test_the_generator_ends_where_calls_would_have_left_it(count):
+def test_the_generator_ends_in_the_state_after_the_calls(count):
     ahead, single = two(3)
     with BulkNumbers(ahead) as words:
         for _ in range(count):
@@ -78,7 +80,7 @@ def test_the_generator_ends_where_calls_would_have_left_it(count):
     assert torch.equal(ahead.get_state(), single.get_state())
 
 
-def test_the_generator_is_put_right_where_the_reading_fails():
+def test_the_generator_is_restored_where_the_reading_fails():
     ahead, single = two(4)
     def fail():
         with BulkNumbers(ahead) as words:
@@ -106,7 +108,7 @@ def test_this_torch_is_understood():
 
 @pytest.mark.parametrize(("low", "high"), [(math.log(3 / 4), math.log(4 / 3)), (0.08, 1.0), (-180.0, 180.0), (0.6, 1.4), (-0.1, 0.1), (1e-6, 1e6)])
 def test_no_rounding_anywhere(low, high):
-    """The bounds that torchvision draws between, many times."""
+    """torchvision's bounds of random numbers, many times."""
     bulk, single = two(11)
     together = columns([Uniform(low, high)], 4001, bulk)[0]
     assert torch.equal(together, torch.stack([torch.empty(1).uniform_(low, high, generator=single) for _ in range(4001)])[:, 0])

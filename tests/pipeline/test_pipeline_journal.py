@@ -1,4 +1,6 @@
-"""The numbers of calls that were put off are those that the calls one by one would have drawn, whatever their order and kind."""
+"""The random numbers of deferred calls are those of the same calls made one by one, whatever their order and
+kind.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, p
         assert same(numbers_of([draws[at] for at in taken]), rows_together(KINDS[kind], [rows[at] for at in taken], SHAPE))
 
 
-def test_a_draw_in_between_is_noticed():
+def test_a_random_number_in_between_is_detected():
     for between in (lambda: torch.rand(1), lambda: torch.manual_seed(3)):
         journal = DrawJournal(at_once=False)
         journal.add(KINDS[0], SHAPE)
@@ -61,7 +63,7 @@ def test_a_draw_in_between_is_noticed():
         assert not journal.in_order
 
 
-def test_a_draw_before_the_first_call_is_none_in_between():
+def test_a_random_number_before_the_first_call_does_not_count():
     journal = DrawJournal(at_once=False)
     torch.rand(1)
     journal.add(KINDS[0], SHAPE)
@@ -73,7 +75,7 @@ def test_a_draw_before_the_first_call_is_none_in_between():
     assert journal.in_order
 
 
-def test_to_seed_is_to_interrupt_where_a_call_waits():
+def test_seeding_interrupts_a_pending_call():
     journal = DrawJournal(at_once=False)
     journal.interrupt()
     assert journal.in_order

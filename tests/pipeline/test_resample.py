@@ -1,4 +1,4 @@
-"""Resize and RandomResizedCrop against torchvision, image by image."""
+"""Resize and RandomResizedCrop compared with torchvision, image by image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = [(name, mode) for name in PIL for mode in Mode] + [(name, mode) for name 
 @pytest.mark.parametrize("size", [(20, 60), (33, 90), (70, 47), (1, 1)], ids=str)
 def test_resize(same, family, name, mode, size):
     if size == (1, 1) and family is v2 and "bytes" in name:
-        pytest.skip("torch 2.14 fails an assertion of its own on some images of bytes that become a single pixel")
+        pytest.skip("torch 2.14 fails one of its own assertions on some byte images that become a single pixel")
     same(family.Resize(size, interpolation=mode), name, count=2, seeds=(1,))
 
 
@@ -80,7 +80,7 @@ def test_one_crop(same, name):
 
 
 def test_areas_and_aspects_are_torchs():
-    """A box hides most of a last bit; the numbers it is made from do not."""
+    """A box hides most of a last bit; the numbers that it is made from do not."""
     low, high = torch.log(torch.tensor((0.3, 3.3)))
     with BulkNumbers(torch.Generator().manual_seed(5)) as words:
         drawn = [pair for _ in range(50) for pair in areas(words, (0.02, 0.33), (0.3, 3.3), 1024)]
@@ -104,7 +104,7 @@ def test_other_names_of_the_filters(same, interpolation):
     try:
         v2.Resize(2, interpolation=interpolation)(torch.zeros(3, 4, 4))
     except ValueError:
-        pytest.skip("not run: this torchvision takes no such names")
+        pytest.skip("not run: this torchvision does not accept such names")
     except NotImplementedError:
         pass  # of tensors; images have more filters
     same(v2.Resize((20, 30), interpolation=interpolation), "pil-rgb", count=2, seeds=(1,))
@@ -114,13 +114,16 @@ def test_other_names_of_the_filters(same, interpolation):
     (v1.Resize(8), ImageForm("pil", mode="RGBA")), (v1.Resize(8), ImageForm("tensor", torch.float64)), (v1.Resize(8), ImageForm("numpy")),
     (v1.Resize(8, Mode.LANCZOS), ImageForm("tensor")), (v1.RandomResizedCrop(8), ImageForm("pil", mode="P")),
 ])
-def test_what_is_left_alone(transform, form):
+def test_unsupported_cases_are_left_alone(transform, form):
     with pytest.raises(NotBatchable, match="not resampled in batches"):
         READERS[f"v1.{type(transform).__name__}"](transform, form)
 
 
 def test_columns_that_shrink_most_come_first(same):
-    """From Pillow 13 on: beyond twice the pixels that rows lose. In a batch of crops both ways occur."""
+    """From Pillow 13 on this holds beyond twice the pixels that rows lose.
+
+    A batch of crops has both orders.
+    """
     for old, new in [((60, 40), (37, 29)), ((60, 40), (37, 28)), ((60, 40), (38, 29)), ((60, 40), (59, 70)), ((60, 40), (60, 70))]:
         same(v2.Resize(new), "pil-rgb", old, count=2, seeds=(1,))
     same(v2.RandomResizedCrop((20, 40), scale=(0.2, 1.0)), "pil-rgb", (60, 60), count=40)
@@ -132,7 +135,7 @@ def test_a_pillow_of_another_kind_is_left_alone(monkeypatch):
         READERS["v1.Resize"](v1.Resize(8), ImageForm("pil", mode="RGB"))
 
 
-def test_a_bound_below_the_shorter_side_is_refused():
+def test_a_bound_below_the_shorter_side_is_rejected():
     transform = v2.Resize(20, max_size=20)
     with pytest.raises(ValueError, match="must exceed"):
         READERS["v2.Resize"](transform, ImageForm("tensor")).shape(ImageShape(3, 40, 50))

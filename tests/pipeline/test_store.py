@@ -1,4 +1,6 @@
-"""What is put into a store comes back bit for bit, as torch's own collation would have made it, or is not taken at all."""
+"""A store returns its contents bit for bit, as torch's own collation would have made them, or
+rejects them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def octets(value):
 
 
 @given(samples(), st.booleans())
-def test_what_is_put_comes_back_bit_for_bit(held, shared):
+def test_stored_samples_are_returned_bit_for_bit(held, shared):
     store = Store(held[0], len(held), MIB, shared)
     assert store.rows == len(held)
     order = torch.arange(len(held)).flip(0)
@@ -67,7 +69,7 @@ def test_what_is_put_comes_back_bit_for_bit(held, shared):
 
 @settings(max_examples=25)
 @given(samples())
-def test_another_sample_is_not_held(held):
+def test_a_different_sample_does_not_match(held):
     store = Store(held[0], 1, MIB, False)
     store.put([0], held[:1])
     for other in held[1:]:
@@ -112,7 +114,7 @@ class Child(torch.Tensor):
     np.array([None]), {1, 2}, OrderedDict(a=1), b"bytes", charts(1)[0].convert("P"), charts(1)[0].convert("CMYK"), torch.nn.Parameter(torch.zeros(1)),
     np.datetime64("2020-01-01"), (((((((1,),),),),),),),
 ], ids=lambda value: type(value).__name__)
-def test_what_cannot_be_kept_exactly_is_refused(value):
+def test_samples_that_cannot_be_kept_exactly_are_rejected(value):
     with pytest.raises(NotBatchable, match="a sample"):
         Store((1, value), 3, MIB, False)
 
@@ -121,7 +123,7 @@ def test_what_cannot_be_kept_exactly_is_refused(value):
     (torch.zeros(3), 1.0), (torch.zeros(2), 1), (torch.zeros(3, dtype=torch.float64), 1), [torch.zeros(3), 1], (torch.zeros(3), True), (torch.zeros(3),),
     (torch.zeros(3), 1, 2), {"a": torch.zeros(3)}, (np.zeros(3, np.float32), 1), (torch.zeros(3), np.int64(1)), torch.zeros(3),
 ], ids=repr)
-def test_a_sample_that_is_not_like_the_first_is_refused(other):
+def test_a_sample_unlike_the_first_is_rejected(other):
     store = Store((torch.ones(3), 1), 3, MIB, False)
     with pytest.raises(NotBatchable, match=r"alike|differ"):
         store.put([0], [other])
@@ -147,7 +149,7 @@ def test_only_as_many_rows_as_fit():
     assert Store(sample, 100, 10, False).rows == 0
 
 
-def test_what_does_not_fit_into_memory_lies_on_disk(tmp_path):
+def test_data_that_does_not_fit_into_memory_is_on_disk(tmp_path):
     make = torch.Generator().manual_seed(0)
     held = [(torch.rand(50, generator=make), at, torch.empty(0)) for at in range(20)]
     store = Store(held[0], 20, 100, False, str(tmp_path))
@@ -156,7 +158,7 @@ def test_what_does_not_fit_into_memory_lies_on_disk(tmp_path):
     store.put(range(20), held)
     back = store.samples(torch.tensor([19, 0, 7]))
     assert difference([held[at] for at in (19, 0, 7)], back) == ""
-    assert list(tmp_path.iterdir()) == []  # its name is gone: nothing is left behind, however the program ends
+    assert list(tmp_path.iterdir()) == []  # its name is already deleted: nothing is left, however the program ends
 
 
 def test_rows_are_copies():

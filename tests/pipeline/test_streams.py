@@ -1,4 +1,6 @@
-"""Generators put aside and back, those of a data set found, and the streams that loader workers would have had."""
+"""Saving and restoring generators, finding those of a data set, and the streams that loader workers would
+have had.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ DRAWS = {"torch": lambda: torch.rand(1).item(), "normal": lambda: torch.randn(3)
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_every_generator_goes_on_as_if_nothing_had_been_drawn(name):
+def test_every_generator_continues_as_if_unused(name):
     draw = DRAWS[name]
     draw()
     kept = states()
@@ -77,7 +79,7 @@ def test_a_closure_and_a_lambda():
     assert any(each is mine for each in own_generators(holder))
 
 
-def test_data_is_not_looked_through():
+def test_data_is_not_searched():
     holder = Holder(None, False)
     holder.data = [random.Random(at) for at in range(5000)]
     assert len(own_generators(holder)) < 100
@@ -92,8 +94,8 @@ class Drawing(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_process_draws_what_workers_would_have_drawn(workers):
-    """Held against real workers."""
+def test_a_process_uses_the_random_numbers_of_workers(workers):
+    """Compared with real workers."""
     torch.manual_seed(2)
     real = [[v.tolist() for v in batch] for batch in DataLoader(Drawing(), 3, num_workers=workers)]
     torch.manual_seed(2)
@@ -109,7 +111,7 @@ def test_a_process_draws_what_workers_would_have_drawn(workers):
 
 
 def test_streams_leave_the_seeds_of_every_device_alone():
-    """torch.manual_seed would seed GPUs as well, and dropout there would repeat itself in every epoch."""
+    """torch.manual_seed would seed GPUs as well, and dropout there would repeat in every epoch."""
     seeded = []
     really = torch.cuda.manual_seed_all
     try:
@@ -123,7 +125,7 @@ def test_streams_leave_the_seeds_of_every_device_alone():
 
 
 @pytest.mark.parametrize(("workers", "asked", "can"), [(0, 3, True), (1, 3, True), (2, 3, False), (2, 4, True), (3, 3, False), (4, 2, False)])
-def test_who_can_stand_in(workers, asked, can):
+def test_loaders_whose_workers_can_be_replaced(workers, asked, can):
     assert can_stand_in(workers, asked) is can
 
 
@@ -150,14 +152,14 @@ GENERATOR = torch.Generator()
     (RandomSampler(range(4), replacement=True, generator=GENERATOR), True), (RandomSampler(range(4), num_samples=9, generator=GENERATOR), True),
     (WeightedRandomSampler([1.0], 4, generator=GENERATOR), False),
 ], ids=lambda value: type(value).__name__)
-def test_whose_order_it_is(sampler, own):
+def test_whose_sampler_order_it_is(sampler, own):
     assert has_own_order(sampler, None) is own
     assert has_own_order(None, sampler) is own
     if isinstance(sampler, torch.utils.data.Sampler):
         assert has_own_order(None, BatchSampler(sampler, 2, False)) is own
 
 
-def test_who_seeds_its_workers_itself():
+def test_loaders_that_seed_their_workers_themselves():
     assert not seeds_itself(DataLoader(Drawing(), num_workers=1))
     assert seeds_itself(DataLoader(Drawing(), num_workers=1, worker_init_fn=print))
     assert seeds_itself(DataLoader(Drawing(), num_workers=1, persistent_workers=True))

@@ -1,4 +1,6 @@
-"""Invert, posterize, solarize, autocontrast, equalize and sharpen against torchvision, image by image."""
+"""Invert, posterize, solarize, autocontrast, equalize and sharpen compared with torchvision,
+image by image.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +59,18 @@ def test_posterize_of_floats_is_version_twos(same):
 @pytest.mark.parametrize("transform", [
     v1.RandomAdjustSharpness(2), v2.RandomAdjustSharpness(2), v1.RandomEqualize(), v2.RandomEqualize(), v1.RandomSolarize(2),
 ], ids=lambda each: type(each).__name__)
-def test_floats_that_would_round_otherwise_are_left_alone(transform):
+def test_floats_that_would_round_differently_are_left_alone(transform):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
     with pytest.raises(NotBatchable):
         READERS[f"{family}.{type(transform).__name__}"](transform, ImageForm("tensor", torch.float32))
 
 
 @pytest.mark.parametrize(("family", "done"), [("v1", True), ("v2", False)])
-def test_the_chance_is_compared_as_torchvision_compares_it(family, done):
-    """0.7 in single precision is below 0.7: version 1 sees that, as it compares Python's numbers, version 2 does not."""
+def test_the_probability_is_compared_as_in_torchvision(family, done):
+    """0.7 in single precision is below 0.7.
+
+    Version 1 compares Python's numbers and sees that; version 2 does not.
+    """
     transform = {"v1": v1, "v2": v2}[family].RandomInvert(0.7)
     read = READERS[f"{family}.RandomInvert"](transform, ImageForm("tensor"))
     assert isinstance(read, BatchOperation)

@@ -38,7 +38,7 @@ ON_V1 = {"/proc/self/mountinfo": V1, "/proc/self/cgroup": "9:name=systemd:/\n4:m
         ({"/proc/self/mountinfo": "garbage\n" * 3, "/proc/self/cgroup": "x"}, CgroupLimits(0)),
     ],
 )
-def test_the_narrowest_limit_holds(files, found):
+def test_the_tightest_limit_applies(files, found):
     assert group(files.get) == found
 
 

@@ -20,7 +20,7 @@ def events(code: str) -> dict[str, ProgramEvent]:
     return {event.node.func.id: event for event in found if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)}
 
 
-def test_what_stands_in_different_arms_does_not_happen_together():
+def test_events_in_different_branches_do_not_happen_together():
     at = events("if x:\n    a()\n    if y:\n        b()\nelse:\n    c()\nd()\n")
     assert not together(at["a"], at["c"])
     assert together(at["a"], at["b"])
@@ -77,7 +77,7 @@ def test_an_instance_is_made_and_its_methods_are_entered():
         ("game.step(action)", "call"),
     ],
 )
-def test_what_a_line_does(line, kind):
+def test_the_events_of_a_line(line, kind):
     assert ScriptProgram.of_text(f"{BEGIN}loss = model(torch.zeros(1, 4)).sum()\n{line}\n").events[-1].kind == kind
 
 
@@ -94,6 +94,6 @@ def test_a_loop_over_optimizers_is_not_the_training_loop():
 
 
 @pytest.mark.parametrize("over", ["loader", "enumerate(loader)", "tqdm(enumerate(loader, 1))", "tqdm.tqdm(loader, leave=False)"])
-def test_what_a_loop_goes_over(over):
+def test_the_iterable_of_a_loop(over):
     node = ast.parse(f"for x in {over}: pass").body[0]
     assert ast.unparse(loops_over(node)) == "loader"

@@ -1,4 +1,6 @@
-"""Which CUDA devices are there: asked of a driver library that is compiled here, with the functions of cuda.h that are called."""
+"""The available CUDA devices, from a driver library compiled here with the functions of cuda.h that are
+called.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine, looked at without torch: what is there is named, what cannot be seen stays at its default."""
+"""The machine, inspected without torch: found parts are named, and unknown ones keep their default."""
 
 from __future__ import annotations
 

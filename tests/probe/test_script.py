@@ -1,4 +1,4 @@
-"""What a script is read as: names, values, what happens in which loop, and files that are none."""
+"""What is read from a script: names, values, the contents of each loop, and files that are no scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.probe.script import MAX_BYTES, SourceFile, Unreadable
 
 
 def named(source: SourceFile, text: str) -> ast.AST:
-    """The last expression that is spelled so."""
+    """The last expression with this spelling."""
     return max((node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text), key=lambda node: (node.lineno, node.col_offset))
 
 
@@ -34,7 +34,7 @@ def kinds(code: str, text: str) -> set[str]:
         ("def f(torch): pass", "torch.nn", ""),
     ],
 )
-def test_names_are_followed_to_what_was_imported(imports, spelled, meant):
+def test_names_are_followed_to_their_imports(imports, spelled, meant):
     source = SourceFile("a.py", f"{imports}\nprint({spelled})\n")
     assert source.dotted(named(source, spelled)) == meant
 
@@ -57,22 +57,22 @@ def test_names_are_followed_to_what_was_imported(imports, spelled, meant):
         ("import torch\nx = []\nx = torch.zeros(1)\nx", "x", "Tensor"),
     ],
 )
-def test_values_are_followed_to_what_made_them(code, spelled, kind):
+def test_values_are_followed_to_their_source(code, spelled, kind):
     assert kind in kinds(code, spelled)
 
 
-def test_a_later_value_hides_an_earlier_one_and_arms_do_not():
+def test_a_later_value_hides_an_earlier_one_and_branches_do_not():
     assert "list" not in kinds("import torch\nx = []\nx = torch.zeros(1)\nx", "x")
     assert {"list", "Tensor"} <= kinds("import torch\nx = []\nif x:\n    x = torch.zeros(1)\nx", "x")
 
 
-def test_the_other_arm_of_an_if_is_not_seen():
+def test_the_other_branch_of_an_if_is_not_seen():
     before = "import torch\nx = torch.zeros(1)\n"
     assert kinds(before + "if a:\n    x = []\nelse:\n    x.sum()", "x") == {"Tensor"}
     assert kinds(before + "for i in a:\n    if i:\n        x = []\n    else:\n        x.sum()", "x") == {"Tensor", "list"}, "an earlier pass may have set it"
 
 
-def test_a_parameter_is_what_its_callers_hand_over():
+def test_a_parameter_has_the_values_of_its_callers():
     program = ScriptProgram.of_text("import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n")
     source = program.main
     origins = {text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))] for text in ("o", "p")}
@@ -88,7 +88,7 @@ def test_modules_that_import_each_other_are_read_once(tmp_path: Path):
     assert sorted(Path(source.path).name for source in ScriptProgram.read(tmp_path / "train.py").sources) == ["a.py", "b.py", "train.py"]
 
 
-def test_what_is_made_from_itself_ends():
+def test_a_value_made_from_itself_ends():
     assert kinds("x = x\ndef f():\n    return f()\ny = f()\nx\ny", "y") == set()
 
 
@@ -116,7 +116,7 @@ def test_a_training_loop_is_found_through_functions():
     assert (loop.loop.node.lineno, [outer.node.lineno for outer in loop.outer]) == (11, [14])
     assert [event.kind for event in loop.events if event.kind not in ("call", "assign")] == ["zero_grad", "backward", "step"]
     step = loop.of("step")[0]
-    assert not loop.always(step), "it stands in an if"
+    assert not loop.always(step), "it is inside an if"
     assert loop.always(loop.of("zero_grad")[0])
     assert "eval" in [event.kind for event in loop.around]
 
@@ -141,7 +141,7 @@ def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path
     assert "Module" in program.values.kinds(loop, model), "followed from the call in another file"
 
 
-def test_a_broken_module_is_told_and_the_rest_is_read(tmp_path: Path):
+def test_a_broken_module_is_reported_and_the_rest_is_read(tmp_path: Path):
     (tmp_path / "train.py").write_text("import broken\n")
     (tmp_path / "broken.py").write_text("def (:\n")
     program = ScriptProgram.read(tmp_path / "train.py")
@@ -161,7 +161,7 @@ def test_a_broken_module_is_told_and_the_rest_is_read(tmp_path: Path):
     ],
     ids=["syntax", "binary", "latin", "brackets", "deep", "huge"],
 )
-def test_what_is_no_script_is_said_in_words(tmp_path: Path, content: bytes, words: str):
+def test_other_files_are_explained(tmp_path: Path, content: bytes, words: str):
     file = tmp_path / "train.py"
     file.write_bytes(content)
     with pytest.raises(Unreadable, match=words):

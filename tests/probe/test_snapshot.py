@@ -1,4 +1,4 @@
-"""What is read for a machine snapshot, below a root that is a folder here: a container's own files, and nothing that is secret."""
+"""The inputs of a Sight, below a root that is a folder here: a container's own files, and nothing secret."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def container(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_that_limits_stand_in(container):
-    """Those of the own group and of all above it, found from what the kernel says; each under its path inside the container."""
+def test_the_files_with_limits(container):
+    """The files of the own group and of all groups above it, found from the kernel's text; each under its
+    path inside the container.
+    """
     snapshot = gather(MachineSnapshot(), container)
     assert {path: snapshot.files[path] for path in V2 if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path} == {
         path: text for path, text in V2.items() if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path}
@@ -45,16 +47,16 @@ def test_the_files_that_limits_stand_in(container):
     assert snapshot.files["/proc/cpuinfo"].count("model name") == 1
     assert snapshot.pci_nvidia is True
     assert snapshot.folders["/dev"] == ["nvidia0"]
-    assert "/sys/bus/pci/devices/0000:02:00.0/vendor" not in snapshot.files  # a network card is not looked at
+    assert "/sys/bus/pci/devices/0000:02:00.0/vendor" not in snapshot.files  # a network card is not inspected
 
 
-def test_a_sight_survives_its_journey(container):
+def test_a_sight_survives_json(container):
     snapshot = gather(MachineSnapshot(created="2026-11-21T10:00:00Z"), container)
     again = MachineSnapshot.from_json(json.loads(json.dumps(snapshot.to_json())))
     assert again.to_json() == snapshot.to_json() | {"folders": {name: found for name, found in snapshot.folders.items() if found is not None}}
 
 
-def test_a_root_where_nothing_is(tmp_path):
+def test_an_empty_root(tmp_path):
     snapshot = gather(MachineSnapshot(), tmp_path / "none")
     assert set(snapshot.files.values()) == {None}
     assert snapshot.pci_nvidia is None
@@ -77,7 +79,7 @@ def test_packages_in_the_order_of_the_path(tmp_path):
         ["nvidia_cudnn_cu13", "9.24.0.43", a], ["torch", "2.14.1", a], ["numpy", "2.4.6", b], ["torch", "2.11.0+cpu", b]]
 
 
-def test_a_library_that_is_none(tmp_path):
+def test_an_invalid_library(tmp_path):
     (tmp_path / "libcudart.so.13").write_bytes(b"")
     (tmp_path / "libcudnn.so.9").write_bytes(b"\x7fELF rest")
     (tmp_path / "libnccl.so.2").symlink_to(tmp_path / "nowhere")
@@ -86,7 +88,7 @@ def test_a_library_that_is_none(tmp_path):
         str(tmp_path): ["libcudart.so.13" + NO_LIBRARY, "libcudnn.so.9", "libnccl.so.2" + NO_LIBRARY]}
 
 
-def test_room_of_a_folder_that_is_yet_to_be_made(tmp_path):
+def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path):
     found = space(str(tmp_path / "a" / "b"))
     assert found.path == str(tmp_path / "a" / "b")
     assert 0 < found.free_bytes <= found.total_bytes

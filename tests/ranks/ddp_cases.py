@@ -1,7 +1,9 @@
-"""A script's own DistributedDataParallel under levers that change how it exchanges, written down: OUT/<rank>.json, which test_script_ddp.py asks about.
+"""A script's own DistributedDataParallel under levers that change its gradient exchange.
+
+Writes OUT/<rank>.json, which test_script_ddp.py reads.
 
     torchrun --nproc-per-node 2 ddp_cases.py OUT [CASE...]
-    ddp_cases.py OUT RANKS CASE...                             the same, by processes that are forked when torch has been imported
+    ddp_cases.py OUT RANKS CASE...          the same, in processes forked after importing torch
 """
 
 import copy

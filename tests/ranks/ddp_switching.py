@@ -1,4 +1,6 @@
-"""What a search does with ddp_training.py: its levers are switched in a trial, in all ranks after the same step. Prints what came of it, as JSON.
+"""Runs ddp_training.py as a search does: levers are switched in a trial, in all ranks after the same step.
+
+Prints the results as JSON.
 
     ddp_switching.py OUT cpu|cuda
 """

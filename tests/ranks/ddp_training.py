@@ -1,6 +1,10 @@
-"""A script that trains under torchrun, and writes a digest of its weights after each step: OUT/seen.<rank>; and its first loss: OUT/first.<rank>.
+"""A script that trains under torchrun.
 
-    torchrun --nproc-per-node 2 ddp_training.py OUT STEPS [cuda] [keeps]       STEPS: -1 for no end; keeps: the gradients of each step until the next
+It writes a digest of its weights after each step to OUT/seen.<rank>, and its first loss to OUT/first.<rank>.
+
+    torchrun --nproc-per-node 2 ddp_training.py OUT STEPS [cuda] [keeps]
+
+STEPS of -1 means no end; "keeps" keeps the gradients of each step until the next.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Ranks that step by themselves, and what is left of them after each round, written down: OUT/<rank>.json.
+"""Ranks that step by themselves; their state after each round is written to OUT/<rank>.json.
 
     python local_cases.py OUT
 """

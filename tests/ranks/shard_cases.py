@@ -1,6 +1,8 @@
-"""Trains the cases it is given, as one process or as a rank that keeps a part of each weight, and writes down what each of them computed.
+"""Trains the given cases, as one process or as a rank that keeps a shard of each weight, and records the results.
 
-    python shard_cases.py CASES.json OUT      OUT/<case>.<ranks>.<rank>.json, OUT/<case>.<ranks>.<rank>.pt: the checkpoint that the script saves
+    python shard_cases.py CASES.json OUT
+
+Writes OUT/<case>.<ranks>.<rank>.json, and the checkpoint of the script to OUT/<case>.<ranks>.<rank>.pt.
 """
 
 import copy

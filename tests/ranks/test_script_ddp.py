@@ -117,7 +117,7 @@ def test_buffers_are_sent_where_a_rank_has_changed_one(two):
     assert two[0]["buffers"]["moves"]["digests"][-1] == two[1]["buffers"]["moves"]["digests"][-1]
 
 
-def test_what_is_offered(two):
+def test_offered_values(two):
     for rank in two:
         case = rank["offered"]
         views, quiet = {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}

@@ -1,6 +1,8 @@
-"""Trains the cases it is given, as one process or as a rank, and writes down what each of them computed.
+"""Trains the given cases, as one process or as a rank, and records the results.
 
-    python train_cases.py CASES.json OUT      OUT/<case>.<rank>.json: gradients of the first step, losses, weights at the end, the samples of each epoch
+    python train_cases.py CASES.json OUT
+
+Writes OUT/<case>.<rank>.json: gradients of the first step, losses, final weights, and the samples of each epoch.
 """
 
 import json

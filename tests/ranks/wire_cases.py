@@ -1,4 +1,4 @@
-"""What travels between two ranks, written down: OUT/<rank>.json with everything that test_wire.py asks about.
+"""Records the communication between two ranks in OUT/<rank>.json, for test_wire.py.
 
     python wire_cases.py OUT
 """
@@ -29,7 +29,7 @@ FACTS = Facts()
 MEETINGS = iter(range(100))
 
 
-class Heard(Listener):
+class ExchangeRecorder(Listener):
     def __init__(self):
         self.events = []
 
@@ -52,7 +52,7 @@ class Program:
     """
 
     def __init__(self, dtype=torch.float32, width=24, rate=0.0):
-        self.ledger, self.observed = Ledger(), Heard()
+        self.ledger, self.observed = Ledger(), ExchangeRecorder()
         self.context = TrainingContext(torch, self.observed, self.ledger)
         self.divided = DataParallelScript(torch, self.context, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), SplitSettings(), self.ledger)
         self.divided.install()

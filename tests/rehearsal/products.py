@@ -21,7 +21,7 @@ CARD = torch.device("cuda:0")
 CLASSES = 257
 
 
-class Heard(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.sizes, self.attention, self.triangle = set(), [], False
@@ -46,7 +46,7 @@ def products(dtype, classes=CLASSES, tf32=False, bias=True):
     target = torch.randint(classes, (24,), generator=draw).to(CARD)
     x[3], target[3] = math.inf, -100  # ignored rows give x no gradient, whatever they contain
     b = torch.randn(classes, generator=draw).to(CARD, dtype) if bias else None
-    with Heard() as observed:
+    with OperatorRecorder() as observed:
         ours = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 0)
     plain = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 1)
     pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(ours, plain, strict=True)]
@@ -78,7 +78,7 @@ def attention():
         context.introduce([model], [optimizer], [])
         undo = LEVER.apply(context, True, Ledger()) if name == "lever" else context.ledger.restore
         losses = []
-        with Heard() as observed:
+        with OperatorRecorder() as observed:
             for _ in range(4):
                 observed.triangle = False
                 loss = F.mse_loss(model(x), x)

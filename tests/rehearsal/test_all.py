@@ -68,7 +68,7 @@ def test_started_again_it_continues_with_the_missing_rows(command, tmp_path):
     first.send_signal(signal.SIGKILL)
     first.wait()
     again = ran(command("--archive", str(tmp_path / "all.tar.gz"), "--out", str(tmp_path / "out")), tmp_path)
-    assert "one: done before" in again.stdout
+    assert "one: done already" in again.stdout
     assert (tmp_path / "first").read_text() == "x"
     assert (tmp_path / "last").read_text() == "x"
     assert (tmp_path / "all.tar.gz").stat().st_size > 0
@@ -85,4 +85,4 @@ def test_the_list_and_names_that_are_not_in_it():
     listed = subprocess.run([sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert listed.splitlines()[0].startswith("runs")
     assert float(listed.split()[-2]) <= 1500
-    assert "the rows are runs, tutorial" in subprocess.run([sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60).stderr
+    assert "choose from runs, tutorial" in subprocess.run([sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60).stderr

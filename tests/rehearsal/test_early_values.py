@@ -27,7 +27,7 @@ def wrong(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_read_is_right_whatever_happens(case, wrong):
+def test_every_read_is_right(case, wrong):
     assert not wrong[case], wrong[case]
 
 

@@ -150,7 +150,7 @@ def course(reading, epochs, training, at=None):
     return seen, place, draw()
 
 
-def goes_on(make, at, training, epochs=2):
+def resumes(make, at, training, epochs=2):
     """Whether a new process continues as the undisturbed one, what both report as inexact, and how many
     batches were fetched again.
     """
@@ -179,7 +179,7 @@ def test_without_workers(kind, draws, batch, drop_last, noise, at):
         return loader_of(kind, draws, batch, 0, drop_last=drop_last, collate=noisy if noise else None)
 
     at = 1 + at % (2 * len(make()))
-    assert goes_on(make, at, training=True) == (True, [], 0)
+    assert resumes(make, at, training=True) == (True, [], 0)
 
 
 @settings(max_examples=3)
@@ -194,7 +194,7 @@ def test_with_forked_workers(kind, draws, batch, workers, persistent, noise, own
         return loader_of(kind, draws, batch, workers, persistent, collate=noisy if noise else None, init=seeded if own_seeds else None, context="fork")
 
     at = 1 + at % (2 * len(make()))
-    same, inexact, again = goes_on(make, at, training=True)
+    same, inexact, again = resumes(make, at, training=True)
     assert same
     assert inexact == []
     assert again < workers
@@ -237,7 +237,7 @@ def test_with_spawned_workers():
     def make():
         return loader_of("shuffled", SPAWNED_DRAWS, 2, 1, collate=noisy, init=seeded, context="spawn")
 
-    assert goes_on(make, 4, training=True, epochs=1) == (True, [], 0)
+    assert resumes(make, 4, training=True, epochs=1) == (True, [], 0)
 
 
 @pytest.mark.parametrize(("workers", "persistent", "at"), [(0, False, 5), (2, False, 4)])
@@ -245,7 +245,7 @@ def test_a_stream_is_fetched_again(workers, persistent, at):
     def make():
         return loader_of("stream", {"python"}, 3, workers, persistent, context="fork" if workers else None)
 
-    assert goes_on(make, at, training=False) == (True, [], (at - 1) % (8 if workers else 4) + 1)
+    assert resumes(make, at, training=False) == (True, [], (at - 1) % (8 if workers else 4) + 1)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_inexact_resumes_are_named(kind, draws, more, words):
     def make():
         return loader_of(kind, draws, 2, **{"workers": 0, **more}, context="fork" if more else None)
 
-    _, inexact, _ = goes_on(make, 9, training=True)
+    _, inexact, _ = resumes(make, 9, training=True)
     assert any(words in sentence for sentence in inexact), inexact
 
 
@@ -284,7 +284,7 @@ def test_a_loader_that_keeps_its_own_position():
         def load_state_dict(self, state):
             self.at = state["at"]
 
-    assert goes_on(Keeping, 4, training=True) == (True, [], 0)
+    assert resumes(Keeping, 4, training=True) == (True, [], 0)
 
 
 def test_differences_are_reported():

@@ -25,7 +25,7 @@ def cut(tensor, cuts, offsets=()):
 
 
 @st.composite
-def divided(draw):
+def split_tensors(draw):
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     cuts = [draw(st.sets(st.integers(1, size), max_size=3)) for size in shape]  # an edge at the end leaves an empty part
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
@@ -33,7 +33,7 @@ def divided(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(divided(), st.data())
+@given(split_tensors(), st.data())
 def test_any_covering_slices_give_the_whole_and_none_may_be_missing(case, data):
     whole, slices = case
     state, parts = {"a": [slices[0], 3]}, [{"a": {0: each}} for each in slices[1:]]

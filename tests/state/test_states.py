@@ -105,7 +105,7 @@ def bits(tensor) -> bytes:
 
 @given(states)
 @settings(max_examples=150)
-def test_any_state_comes_back_bit_for_bit(tmp_path_factory, state):
+def test_any_state_is_restored_bit_for_bit(tmp_path_factory, state):
     from safetensors import safe_open
 
     folder = tmp_path_factory.mktemp("state")

@@ -28,7 +28,7 @@ def options(**changed):
 
 
 @pytest.mark.parametrize(("effects", "only"), [(EVERY, None), (EVERY, frozenset({"batch_size"})), (frozenset(Effect), frozenset({"batch_size"}))])
-def test_what_changes_the_maths_is_never_tried(effects, only):
+def test_levers_that_change_the_maths_are_never_tried(effects, only):
     """Asking for it by name does not help either: it belongs in a hand-written plan."""
     one = consider(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)["batch_size"]
     assert not one.open

@@ -84,7 +84,7 @@ def test_a_compiler_that_does_not_fit_beside_others_works_after_them(make):
     assert under(compiling) == {"compile"}
 
 
-def test_where_there_is_room_no_time_is_kept_before_it_has_begun(make):
+def test_no_time_is_reserved_where_memory_suffices(make):
     tuning = make(copies=MOST_PROGRAMS, compile=("default",))
     make_space(tuning)
     assert Compiling(tuning).reserved_s == 0.0
@@ -100,7 +100,7 @@ def test_a_compiler_without_enough_time_is_not_started(make):
 
 
 @pytest.mark.slow
-def test_a_search_measures_what_is_compiled(make, by_hand):
+def test_a_search_measures_compiled_programs(make, by_hand):
     tuning = make(by_hand, 60.0)
     observe(tuning)
     tuning.copies, tuning.candidates = ALONE_PROGRAMS, {"compile": Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)}

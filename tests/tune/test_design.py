@@ -120,7 +120,7 @@ def switches(rows: list[frozenset[str]]) -> int:
     return sum(len(a ^ b) for a, b in itertools.pairwise(rows))
 
 
-def test_what_is_settled_is_not_varied():
+def test_settled_levers_are_not_varied():
     """Clear winners stay on and clear losers stay off; unmeasured levers are varied."""
     rng, effects = np.random.default_rng(0), {"a": -0.3, "b": 0.3, "c": -0.3, "d": 0.3, "e": 0.3, "f": 0.3, "p": -0.5, "q": 0.5, "r": 0.5}
     blocks, space = measured(mixed_space(6, 3), rng, 24, 12, effects), mixed_space(12, 4)

@@ -63,7 +63,7 @@ def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int,
 
 
 @given(spaces())
-def test_what_is_allowed(space):
+def test_allowed_sets(space):
     keys = [factor.key for factor in space.factors]
     every = [frozenset(some) for n in range(len(keys) + 1) for some in itertools.combinations(keys, n)]
     allowed = {on for on in every if allowed_by_definition(space, on)}
@@ -194,7 +194,7 @@ def test_units_and_numbers_of_processes_do_not_matter(factor, shift):
     assert fit(space_of(3), moved).mean == pytest.approx(fit(space_of(3), blocks).mean, abs=1e-6)
 
 
-def test_what_was_never_on_keeps_its_prior():
+def test_an_unmeasured_lever_keeps_its_prior():
     space = Space((Factor("a", "a", True), Factor("b", "b", False, mean=-0.3, sd=0.07)))
     fitted = fit(space, [TimedBlock(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5) for at in range(30)])
     assert fitted.measured == {"a"}
@@ -204,7 +204,7 @@ def test_what_was_never_on_keeps_its_prior():
     assert fitted.effect("b").median == pytest.approx(math.exp(0.3))
 
 
-def test_nothing_measured_is_the_prior():
+def test_without_measurements_the_result_is_the_prior():
     space = Space((Factor("a", "a", True, mean=-0.1), Factor("b", "b", True, mean=0.1)))
     assert fit(space, ()).best() == {"a"}
     assert fit(Space(()), [TimedBlock(0, frozenset(), 0.0, 0, 10.0)]).best() == frozenset()
@@ -268,7 +268,7 @@ def test_process_variation_and_noise_are_separated():
     assert 0.01 < fitted.noise < 0.03
 
 
-def test_draws_are_those_of_the_posterior():
+def test_samples_are_those_of_the_posterior():
     blocks, _ = simulated(space_of(3), np.random.default_rng(7), 4, 6)
     fitted = fit(space_of(3), blocks, Spread(misfit=0.0))
     draws = fitted.draws(4000, seed=1)
@@ -314,7 +314,7 @@ def test_a_t_prior_shrinks_large_effects_less():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="threads are counted in /proc")
 @pytest.mark.parametrize("limit", [None, "2"])
-def test_numpy_has_one_thread_and_the_environment_is_as_before(limit):
+def test_numpy_has_one_thread_and_the_environment_is_restored(limit):
     """This runs in a process that imports the search first, with a product large enough for a thread pool."""
     code = ("import flatout.tune.search, os, numpy\n"
             "numpy.ones((600, 600)) @ numpy.ones((600, 600))\n"

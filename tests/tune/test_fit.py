@@ -93,7 +93,7 @@ def tuning(tmp_path):
     return Tuning(understand(("true",)), JobFolder(tmp_path).make(), look(), session, Goal(10.0, memory_limit_bytes=100))
 
 
-def test_what_is_chosen(tuning):
+def test_the_choice(tuning):
     cheap, fused = candidate("recompute"), candidate("fused_optimizer")
     part = ((cheap, Choice("recompute", {"ops": "cheap"}, Origin.TUNER)),)
     # The plain program and the winners fit: the winners stay.

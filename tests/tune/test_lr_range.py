@@ -176,7 +176,7 @@ def test_optimizers_side_by_side(flatout, script):
     assert sorted(path.name for path in flatout.folder.iterdir()) == ["job", "train.py"]
 
 
-def test_a_stand_in_steps_as_the_optimizer_itself_would():
+def test_a_stand_in_steps_like_the_optimizer():
     torch = pytest.importorskip("torch")
 
     def trained(in_place):

@@ -48,7 +48,7 @@ def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
     assert "unknown" in differences({}, key)[0]
 
 
-def test_a_session_comes_back_from_the_disk(job, command):
+def test_a_session_is_restored_from_disk(job, command):
     session = begin(job, command)
     save_session(job, session)
     assert load_session(job) == session

@@ -1,5 +1,6 @@
-"""A training whose batch grows until the device is full: it learns for some steps, and then dies of a real out-of-memory. After each step it notes the digest
-of its weights."""
+"""A training whose batch grows until the device is full: it learns for some steps, then runs out of memory.
+
+After each step it records the digest of its weights."""
 
 import argparse
 import hashlib

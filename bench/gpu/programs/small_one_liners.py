@@ -1,5 +1,6 @@
 """The same network with common one-line optimisations for a launch-bound step: torch.compile with CUDA graphs, a fused
-optimizer, TF32, pinned memory and non-blocking copies. Marked with (+). Batch, model and data are those of small.py.
+optimizer, TF32, pinned memory and non-blocking copies. Marked with (+). Batch, model and data are those of
+small.py.
 """
 
 import torch

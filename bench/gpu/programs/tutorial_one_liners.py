@@ -1,5 +1,6 @@
 """The same tutorial with common one-line optimisations: TF32, cudnn.benchmark, channels_last, bf16 autocast,
-torch.compile, four persistent workers, pinned memory, non-blocking copies. Marked with (+). The rest is unchanged.
+torch.compile, four persistent workers, pinned memory, non-blocking copies. Marked with (+). The rest is
+unchanged.
 """
 
 import argparse

@@ -49,10 +49,10 @@ def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib
                 kernel_us: int = 0) -> dict[str, str]:
     """Returns ``before`` (default: the current environment) with stand-in cards instead of real GPUs.
 
-    ``cards`` cards have ``mib`` MiB each. ``waits``: a file to which each process appends at its end how often
-    each line waited for the card (count, call, line; separated by tabs). ``kernel_us``: how long each kernel and
-    copy keeps the card busy, in addition to the host, which computes them at their launch. Raises RuntimeError
-    where the stand-in cannot be compiled.
+    ``cards`` cards have ``mib`` MiB each. ``waits``: a file to which each process appends at its end how
+    often each line waited for the card (count, call, line; separated by tabs). ``kernel_us``: how long each
+    kernel and copy keeps the card busy, in addition to the host, which computes them at their launch. Raises
+    RuntimeError where the stand-in cannot be compiled.
     """
     folder = built()
     values = dict(os.environ if before is None else before)

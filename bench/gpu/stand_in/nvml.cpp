@@ -1,4 +1,4 @@
-// The management library of a machine with the stand-in's cards: it can be loaded, and knows nothing of them.
+// The management library for the stand-in's cards: it loads, but reports nothing about them.
 extern "C" {
 enum { SUCCESS = 0, NOT_SUPPORTED = 3 };
 int nvmlInit_v2() { return SUCCESS; }

@@ -1,9 +1,11 @@
-// What a card would compute, computed on the host: every operator with a CUDA kernel gets one that calls its CPU kernel on the same memory.
+// Computes on the host what a GPU would compute: every operator with a CUDA kernel gets one that calls its
+// CPU kernel on the same memory.
 //
-// The device's memory is host memory (runtime.cpp), so a CUDA tensor is seen by the CPU kernel through a tensor over the same bytes: what
-// an operator writes in place is written there. Results are moved into memory of torch's own CUDA allocator. Kept as on a card: tensors of
-// two devices in one operator are an error; random numbers follow the CUDA generator's seed and offset; in a capture nothing is computed,
-// and each replay computes on the recorded memory. Operators that launch no kernel (views, allocation, `item`) remain torch's own.
+// The device's memory is host memory (runtime.cpp), so the CPU kernel sees a CUDA tensor through a tensor
+// over the same bytes, and writes in place. Results move into memory of torch's own CUDA allocator. As on a
+// GPU, tensors of two devices in one operator are an error, and random numbers follow the CUDA generator's
+// seed and offset. A capture computes nothing, and each replay computes on the recorded memory. Operators
+// that launch no kernel (views, allocation, `item`) remain torch's own.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAStream.h>
@@ -33,14 +35,14 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-// Kernels of their own, or none: torch's code for CUDA serves, since all it does is to call the runtime.
+// Separate kernels or none: torch's code for CUDA works, because it only calls the runtime.
 const std::set<std::string> OWN = {
     "aten::empty.memory_format", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset",
     "aten::set_.source_Tensor", "aten::_local_scalar_dense", "aten::record_stream", "aten::is_pinned", "aten::_pin_memory", "aten::is_set_to",
     "aten::_resize_output_", "aten::_foobar"};
-// Kernels that torch would send to cuDNN or write on other operators; here they are called whole.
+// Kernels that torch would send to cuDNN or compose of other operators; here they run as a whole.
 const std::vector<const char*> WHOLE = {"aten::convolution", "aten::convolution_backward", "aten::nan_to_num", "aten::ldexp.Tensor", "aten::ldexp.out"};
-// Tensors on the host with more than one element that CUDA's kernels accept.
+// Operators whose CUDA kernels accept host tensors with more than one element.
 const std::set<std::string> TAKES_HOST_TENSORS = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::index.Tensor_out",
                                                   "aten::tensor_split.tensor_indices_or_sections"};
 
@@ -94,7 +96,7 @@ void look_at_tensors(const IValue& value, F f) {
     });
 }
 
-// The host's generator in the place of the device's, at a state that the device's seed and offset decide.
+// The host's generator instead of the device's, with a state from the device's seed and offset.
 struct Randomness {
     at::PhiloxCudaState state;
     bool used = false;
@@ -126,7 +128,7 @@ struct Randomness {
 struct Launch {  // one operator in a recorded graph
     c10::OperatorHandle op;
     Stack arguments;              // over the device's memory
-    std::vector<IValue> results;  // where the device's results lie; undefined where the operator wrote in place
+    std::vector<IValue> results;  // the device's results; undefined where the operator wrote in place
     Randomness random;
 };
 
@@ -214,9 +216,9 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
     }
 
     Stack work;
-    if (captures) {  // shapes only: nothing is computed on the device while it is recorded
+    if (captures) {  // shapes only: a capture computes nothing on the device
         for (const IValue& value : seen) work.push_back(each_tensor(value, [](const at::Tensor& t) { return t.clone(); }));
-        Randomness unseen;  // the host's generator is left as it was
+        Randomness unseen;  // keeps the host's generator unchanged
         unseen.used = random.used;
         call_on_host(op, &work, unseen);
     } else {
@@ -239,12 +241,12 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
         }
         if (!in_place) {
             result = each_tensor(work[at], [&](const at::Tensor& t) { return on_device(t, *device, !captures); });
-            // A result that was empty when it was given (out=) has been given its size on the host.
+            // An empty result (out=) has been resized on the host.
         }
         results.push_back(in_place ? IValue() : result);
         torch::jit::push(*stack, result);
     }
-    for (size_t a = 0; a < count; a++) {  // out= of another size
+    for (size_t a = 0; a < count; a++) {  // out= of a different size
         const auto* written = schema.arguments()[a].alias_info();
         if (!written || !written->isWrite() || !given[a].isTensor() || !given[a].toTensor().is_cuda()) continue;
         const at::Tensor to = given[a].toTensor(), from = seen[a].toTensor();
@@ -262,7 +264,7 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
 
 void operate_boxed(const c10::OperatorHandle& op, Stack* stack) { operate(op, stack); }
 
-// copy_ between host and device through the runtime, whose rules for pinned memory and waiting it then follows.
+// copy_ between host and device through the runtime, with its rules for pinned memory and waiting.
 at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (to.numel() == 0) return to;
     if (to.is_cuda() && from.is_cuda()) {
@@ -341,7 +343,7 @@ void write_waits() {
 const bool registered = [] {
     auto& context = at::globalContext();
     context.setUserEnabledCuDNN(false);
-    context.setSDPUseFlash(false);  // attention in operators that the CPU has, too
+    context.setSDPUseFlash(false);  // attention from operators that the CPU also has
     context.setSDPUseMemEfficient(false);
     context.setSDPUseCuDNN(false);
     auto& dispatcher = c10::Dispatcher::singleton();

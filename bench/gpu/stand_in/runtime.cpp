@@ -1,11 +1,13 @@
-// A CUDA runtime and driver without a card, to be preloaded: devices are parts of the host's memory, streams and events keep CUDA's rules.
+// A CUDA runtime and driver without a GPU, for preloading. Devices are parts of the host's memory; streams
+// and events follow CUDA's rules.
 //
-// torch's own C++ code runs on top of it unchanged: its caching allocators, streams, events, graphs, generators and error messages.
-// What a card would compute is computed by operators.cpp at the moment of the launch. What CUDA leaves undefined is made visible:
+// torch's own C++ code runs on top of it unchanged: its caching allocators, streams, events, graphs,
+// generators and error messages. operators.cpp computes at the launch what a GPU would compute. Behaviour
+// that CUDA leaves undefined becomes visible:
 //  * an event's time is "not ready" until the host has waited for it;
-//  * what a copy from the device brings is NaN in pinned memory until the host has waited for it;
-//  * pinned memory that is overwritten while a copy to the device may still read it is an error at the next wait;
-//  * a kernel that operators.cpp does not know is an error, with its name.
+//  * the result of a copy from the device is NaN in pinned memory until the host has waited for it;
+//  * overwriting pinned memory while a copy to the device may still read it is an error at the next wait;
+//  * a kernel unknown to operators.cpp is an error, with its name.
 // Functions and their meaning: CUDA runtime API 13.0, https://docs.nvidia.com/cuda/cuda-runtime-api.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -27,7 +29,7 @@
 
 namespace {
 
-constexpr double DONE_AFTER_S = 0.002;  // what is asked about with a query is done this long after the card has done it
+constexpr double DONE_AFTER_S = 0.002;  // a query reports completion this long after the card has finished
 
 double now() {
     timespec t;
@@ -35,7 +37,7 @@ double now() {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-struct Recording {  // what a stream has captured
+struct Recording {  // the captured work of a stream
     struct Node {
         void (*run)(void*);
         void* data;
@@ -58,7 +60,7 @@ struct Stream {
     unsigned flags = 0;
     int priority = 0;
     long issued = 0, done = 0;
-    double clock = 0;  // when the card will have done what was issued
+    double clock = 0;  // time at which the card will have finished the issued work
     std::vector<std::pair<Stream*, long>> waits;
     std::shared_ptr<Recording> capture;
     bool origin = false, joined = true;
@@ -105,7 +107,7 @@ long setting(const char* name, long otherwise) {
     return text && *text ? atol(text) : otherwise;
 }
 
-// As the driver reads it: all cards, or the listed ones up to the first that does not exist.
+// As the driver reads it: all cards, or the listed ones up to the first unknown one.
 const std::vector<int>& cards() {
     static std::vector<int> found = [] {
         std::vector<int> out;
@@ -129,7 +131,7 @@ const std::vector<int>& cards() {
 
 size_t capacity() { return (size_t)setting("CUDA_STAND_IN_MIB", 2048) << 20; }
 
-// How long each kernel or copy keeps the card busy after its launch. 0: done at once.
+// Time for which each kernel or copy keeps the card busy after its launch. 0: none.
 double kernel_s() {
     static double found = 1e-6 * setting("CUDA_STAND_IN_KERNEL_US", 0);
     return found;
@@ -140,7 +142,7 @@ cudaError_t failed(cudaError_t error) {
     return error;
 }
 
-// operators.cpp is loaded by the first question for devices, when torch is there to register with.
+// The first query for devices loads operators.cpp, because it registers with torch.
 void load_operators() {
     static bool tried = false;
     const char* path = getenv("CUDA_STAND_IN_OPERATORS");
@@ -176,7 +178,7 @@ void finish(Stream* stream, long mark, std::set<Stream*>& seen) {
     for (auto& [other, at] : stream->waits) finish(other, at, seen);
 }
 
-// What has come to an end takes effect: results arrive on the host, sources may be overwritten.
+// Applies the effects of finished work: results arrive on the host, sources may be overwritten.
 cudaError_t settle() {
     cudaError_t result = cudaSuccess;
     std::vector<Pending> rest;
@@ -196,7 +198,7 @@ cudaError_t settle() {
     return result == cudaSuccess ? result : failed(result);
 }
 
-// The host waits until the card has come to `until`, as far as `mark`.
+// The host waits until the card has reached `until`, as far as `mark`.
 cudaError_t wait_for(Stream* stream, long mark, double until) {
     double rest = until - now();
     if (rest > 0) usleep((useconds_t)(1e6 * rest));
@@ -216,7 +218,7 @@ void issue(Stream* stream) {
     stream->joined = false;
 }
 
-// A call that CUDA does not permit while this thread's streams are captured.
+// A call that CUDA does not permit during a capture of this thread's streams.
 cudaError_t forbidden_in_capture(Stream* stream) {
     if (!stream->capture) return cudaSuccess;
     stream->capture->broken = true;
@@ -256,7 +258,7 @@ cudaError_t copy_async(void* to, const void* from, size_t size, Stream* stream) 
                                           new Copy{to, from, size}, [](void* data) { delete (Copy*)data; }});
         return cudaSuccess;
     }
-    for (auto& copy : pending)  // on one stream a later copy sees what an earlier one brought
+    for (auto& copy : pending)  // on one stream a later copy sees the result of an earlier one
         if (!copy.to_device && (char*)from < copy.host + copy.content.size() && (char*)from + size > copy.host) {
             memcpy(copy.host, copy.content.data(), copy.content.size());
         }
@@ -270,7 +272,7 @@ cudaError_t copy_async(void* to, const void* from, size_t size, Stream* stream) 
     }
     memcpy(to, from, size);
     if (up) pending.push_back({stream, stream->issued, (char*)from, std::vector<char>((char*)from, (char*)from + size), true});
-    return waits ? wait_for(stream, stream->issued, stream->clock) : cudaSuccess;  // pageable memory: the call returns when the copy is made
+    return waits ? wait_for(stream, stream->issued, stream->clock) : cudaSuccess;  // pageable memory: the call returns after the copy
 }
 
 cudaError_t unknown_kernel(const void* function) {
@@ -752,7 +754,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks_o
 }
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
-// ---- the driver, as far as it is asked for devices ----
+// ---- the driver: queries for devices ----
 int cuInit(unsigned) { return cards().empty() ? 100 : 0; }
 int cuDriverGetVersion(int* version) { return (int)cudaDriverGetVersion(version); }
 int cuDeviceGetCount(int* count) {
@@ -785,7 +787,7 @@ int cuGetErrorString(int error, const char** text) {
     return 0;
 }
 
-// Address ranges apart from the memory behind them, for segments that grow.
+// Address ranges, separate from their memory, for growing segments.
 int cuMemGetAllocationGranularity(size_t* size, const void*, int) {
     *size = 2 << 20;
     return 0;

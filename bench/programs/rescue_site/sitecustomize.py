@@ -1,12 +1,16 @@
-"""Comes into a public script through PYTHONPATH, for ``bench/rescue.py``; knows nothing of flatout. What it does is said by the environment:
+"""Instruments a public script through PYTHONPATH, for ``bench/rescue.py``. Independent of flatout.
+
+The environment controls it:
 
     RESCUE_SEED=1              random, numpy and torch are seeded with 0
-    RESCUE_FAILS=1             SIGUSR2 raises RuntimeError wherever the script happens to be
-    RESCUE_TRACE=FILE          after each optimizer step (RESCUE_BY_HAND=1: before each backward pass but the first) a line with the SHA-256 of each weight,
-                               and to FILE.at how far its output, a file, is then
-    RESCUE_COUNT=N             the process ends after so many lines
-    RESCUE_LOAD=FILE           at the first backward pass the lines of Python in FILE are executed among the script's variables, the SHA-256 of all weights of
-                               what they have loaded is written to FILE.loaded, and the process ends
+    RESCUE_FAILS=1             SIGUSR2 raises RuntimeError at the script's current instruction
+    RESCUE_TRACE=FILE          after each optimizer step (RESCUE_BY_HAND=1: before each backward pass but the
+                               first) a line with the SHA-256 of each weight, and in FILE.at the current
+                               length of its output, a file
+    RESCUE_COUNT=N             the process ends after this many lines
+    RESCUE_LOAD=FILE           the first backward pass executes the lines of Python in FILE among the script's
+                               variables, writes the SHA-256 of all loaded weights to FILE.loaded, and ends
+                               the process
 """
 
 import os
@@ -95,12 +99,12 @@ def load(path):
             names = {**frame.f_globals, **frame.f_locals, **names}
             frame = frame.f_back
         names = {**names, **vars(sys.modules["__main__"])}
-        for thing in gc.get_objects():  # what the script has no name for is called like its class
+        for thing in gc.get_objects():  # objects without a name in the script get the name of their class
             if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
                 kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(thing).__name__).lower()
                 names.setdefault(kind, thing)
         text = open(path).read()  # noqa: SIM115
-        exec(text, names)  # what a person would paste
+        exec(text, names)  # what a user would paste
         modules = [names[each] for each in re.findall(r"^(\w+)\.load_state_dict", text, re.M) if isinstance(names[each], torch.nn.Module)]
         with open(f"{path}.loaded", "w") as out:
             json.dump(digests([p for module in modules for p in module.parameters()]), out)

@@ -35,12 +35,12 @@ class OperatorLines:
 
         lines = self
 
-        class Hearing(TorchDispatchMode):
+        class LineObserver(TorchDispatchMode):
             def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 lines._observed(function, args)
                 return function(*args, **(kwargs or {}))
 
-        mode = Hearing()
+        mode = LineObserver()
         mode.__enter__()
         self.ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 

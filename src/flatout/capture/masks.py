@@ -14,13 +14,13 @@ from typing import Any
 from flatout.capture.ledger import Ledger
 
 MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
-Heard = Callable[[Callable[[], Any], Any, FrameType], Any]
+Observer = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
-def observe_masks(torch: Any, ledger: Ledger, observed: Heard, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
+def observe_masks(torch: Any, ledger: Ledger, observed: Observer, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
     """Hook indexing by tensors.
 
-    ``heard(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
+    ``observed(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
     dtype, ``frame`` the calling frame, and ``really()`` does the indexing. ``others(found, frame)`` gets the
     result of indexing with other tensors. Indexing by tensors costs 4 us more; indexing by numbers and slices
     costs nothing.

@@ -30,12 +30,16 @@ USAGE = """give the error's text, a file, or - for standard input:
 @click.command()
 @click.argument("words", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
-def command(words: tuple[str, ...], as_json: bool) -> int:
+@click.option("--list", "all_kinds", is_flag=True, help="List the kinds of failure that flatout knows.")
+def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. The exit code is 0 if flatout knows the error
     and 1 if it does not; it never guesses.
     """
+    if all_kinds:
+        click.echo("\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE))
+        return 0
     if len(words) == 1 and CODE.fullmatch(words[0]):
         click.echo(_page(words[0]))
         return 0
@@ -45,7 +49,7 @@ def command(words: tuple[str, ...], as_json: bool) -> int:
     elif info:
         click.echo("\n\n".join(_paragraph(one) for one in info))
     else:
-        click.echo("flatout does not know this failure, and it does not guess. docs/errors/README.md lists the failures that it knows.")
+        click.echo("flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows.")
     return 0 if info else UNKNOWN
 
 
@@ -88,5 +92,5 @@ def _paragraph(info: Explanation) -> str:
 def _page(code: str) -> str:
     kind = next((kind for kind in TABLE if kind.code == code), None)
     if kind is None:
-        raise UsageError(f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; docs/errors/README.md lists them.")
+        raise UsageError(f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; `flatout explain --list` lists them.")
     return f"{kind.code} {kind.name}\n\n{kind.page.strip()}"

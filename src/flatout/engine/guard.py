@@ -54,7 +54,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
 
     ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
     that of one after a stretch of training. ``again`` is a second plain run with the first seed, which shows
-    whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``shake_for(effect)`` from the
+    whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``perturbation_for(effect)`` from the
     first step (flatout.engine.perturb). They show how fast this program amplifies rounding. Raises ValueError
     on empty input.
     """
@@ -113,7 +113,7 @@ def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, perturb
     """Whether the first losses of one lever agree with the plain run of the same seed.
 
     This narrows down which lever of a rejected plan is to blame. ``perturbed``: plain runs moved by
-    ``shake_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
+    ``perturbation_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
     ``FEWEST_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
     that draws other batches.
     """

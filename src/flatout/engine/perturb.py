@@ -15,7 +15,7 @@ from flatout.engine.replay import mapped, perturb_weights
 
 
 def perturb(context: Any, share: float, ledger: Any) -> None:
-    """Round by at most ``share`` of each number (`flatout.engine.guard.shake_for`).
+    """Round by at most ``share`` of each number (`flatout.engine.guard.perturbation_for`).
 
     2^-9 keeps the 8 bits of bfloat16. If no layer is known or called (torch.compile in the script bypasses
     our hooks), every weight is moved once by up to this share instead.

@@ -67,7 +67,7 @@ class LocalLauncher:
         the thread that started them ends.
         """
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="flatout-gang-"))
+            self.folder = Path(tempfile.mkdtemp(prefix="flatout-launch-"))
             self._event_fifo = EventFifo(self.folder)
         except OSError as error:
             raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error

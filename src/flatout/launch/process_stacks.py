@@ -17,7 +17,7 @@ THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:capture|ranks|loop|cli)/")
 COMPILES = re.compile(r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py")
 IMPORTS = re.compile(r"^<frozen importlib")
-MEETS_RANKS = re.compile(r"/torch/distributed/|/ranks/(?:exchange|convoy|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/")
+MEETS_RANKS = re.compile(r"/torch/distributed/|/ranks/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/")
 FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
 
 

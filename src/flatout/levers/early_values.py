@@ -33,7 +33,7 @@ from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 
-_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()  # scene -> what was learned, kept while the lever is switched on and off
+_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()  # context -> what was learned, kept while the lever is switched on and off
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:

@@ -65,8 +65,8 @@ class Lever:
     """One optimisation.
 
     * ``name`` is the file name and reads after "with".
-    * ``applies(facts, scene)`` returns Options or Skip.
-    * ``apply(scene, value, ledger)`` applies the lever and returns its Undo.
+    * ``applies(facts, context)`` returns Options or Skip.
+    * ``apply(context, value, ledger)`` applies the lever and returns its Undo.
     * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
     * ``live`` levers can be switched between two steps.
     * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
@@ -75,7 +75,7 @@ class Lever:
     * ``needs`` are levers without which this one has no effect.
     * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
-    * ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject.
+    * ``known_bad(context, value, ledger)`` is a broken variant that the guard must reject.
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
     """
 

@@ -11,7 +11,7 @@ same before the same forward pass; each changes its request after the same step.
                                new reducer is made again
     fewer broadcasts           before each broadcast of buffers the ranks check whether any buffer has changed
 
-A hook sends each bucket as flatout's own ranks do (wire.py, convoy.py). Transports with several collectives
+A hook sends each bucket as flatout's own ranks do (wire.py, bucket_queue.py). Transports with several collectives
 continue after the last bucket has left, in one order.
 """
 

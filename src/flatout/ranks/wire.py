@@ -2,7 +2,7 @@
 
 A wire sends in phases, because some methods need more than one collective. ``send`` is a generator: it starts
 a collective with ``start(tensor)``, yields the handle to wait for, and returns the mean. The caller
-(convoy.py) advances all buckets in one order, which must be the same on every rank.
+(bucket_queue.py) advances all buckets in one order, which must be the same on every rank.
 
     plain       float32, uncompressed
     bf16        half the bytes; the exponent of float32, three digits. Divided by the number of ranks before

@@ -73,7 +73,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "named": [_named(each) for each in session.named[:MAX_ROWS]],
         "payback": summary.payback_sentence(session),
         "comparisons": [_comparison_row(comparison) for comparison in session.comparisons[:MAX_ROWS]],
-        "more_contests": max(0, len(session.comparisons) - MAX_ROWS),
+        "more_comparisons": max(0, len(session.comparisons) - MAX_ROWS),
         "effort": summary.effort(session),
         "noise": summary.noise(session),
         "other_programs": summary.other_programs(session),

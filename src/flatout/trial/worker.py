@@ -6,7 +6,7 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers
-    {"do": "listen", "ear": name, ...}  run some ticks with a probe (trial/probes.py), in all ranks if
+    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes.py), in all ranks if
                                         "everywhere", and return its results
     {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far

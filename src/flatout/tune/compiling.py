@@ -27,7 +27,7 @@ ALONE_PROGRAMS = 2  # the observed program and this one
 
 
 class Compiling:
-    """Runs one compiling program at a time, in ``arena.background`` until it is ready.
+    """Runs one compiling program at a time, in ``interleaver.background`` until it is ready.
 
     Each factor with a long warm-up is compiled once, the most promising first.
     """

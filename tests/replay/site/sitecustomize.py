@@ -1,8 +1,8 @@
-"""Comes into a program under flatout through PYTHONPATH. When saves are due, and when the program is killed, is said by the environment:
+"""Enters a program under flatout through PYTHONPATH. The environment schedules checkpoints and the kill:
 
-    TRAP_SAVE=10    besides the first one, saves are due when 10 and more steps are done
-    TRAP_KILL=16    where 16 steps are done, and everything that was begun is written, the process is ended by SIGKILL
-    TRAP_OFF=byte   this check of ``mutants.py`` is switched off; several with commas
+    TRAP_SAVE=10    after the first checkpoint, another is due when 10 or more steps are done
+    TRAP_KILL=16    after 16 steps, once all pending writes are done, the process gets SIGKILL
+    TRAP_OFF=byte   switches off this check of ``mutants.py``; separate several with commas
 """
 
 import os

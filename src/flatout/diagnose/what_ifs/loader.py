@@ -19,7 +19,7 @@ from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = WeakKeyDictionary()  # scene -> data set -> batches, kept across switches
+_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = WeakKeyDictionary()  # context -> data set -> batches, kept across switches
 
 
 class CachedBatches:
