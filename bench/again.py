@@ -77,11 +77,11 @@ class Training:
     def saves(self) -> list[dict[str, Any]]:
         """Returns the manifests of all checkpoints, the newest last."""
         found = [read_json(path) for path in self.folder.glob(".flatout/*/rescue/step-*/manifest.json")]
-        return sorted((metadata for metadata in found if isinstance(metadata, dict)), key=lambda metadata: int(metadata["step"]))
+        return sorted((manifest for manifest in found if isinstance(manifest, dict)), key=lambda manifest: int(manifest["step"]))
 
     def exact(self) -> list[int]:
         """Returns the steps of the checkpoints from which the training can resume."""
-        return [metadata["step"] for metadata in self.saves() if metadata["metadata"].get("exact") == ""]
+        return [manifest["step"] for manifest in self.saves() if manifest["metadata"].get("exact") == ""]
 
     def live(self, number: int, how: signal.Signals) -> dict[str, Any]:
         """Runs until the signal ``how`` ends it, some time after a resumable checkpoint exists."""
@@ -128,14 +128,14 @@ class Training:
         said = [line.removeprefix("flatout: ") for line in err.read_text(errors="replace").splitlines() if line.startswith("flatout: ")]
         if code == REFUSED:
             return {"verdict": "refused", "why": next((line for line in said if "cannot resume exactly" in line), last_line(err))}
-        metadata = [line for line in said if "could not be resumed exactly" in line]
-        if number == 0 and metadata:
-            return {"verdict": "refused", "why": metadata[-1]}  # reported during training, so a kill would test nothing
+        rejected = [line for line in said if "could not be resumed exactly" in line]
+        if number == 0 and rejected:
+            return {"verdict": "refused", "why": rejected[-1]}  # reported during training, so a kill would test nothing
         if code is not None:
             return {"verdict": "failed", "why": f"exit code {code}: {last_line(err)}"}
         if number:
             return {"verdict": "failed", "why": f"it did not resume within {RESUME_POINT_S:.0f} s"}
-        unsound = [metadata["metadata"].get("exact") for metadata in self.saves()]
+        unsound = [manifest["metadata"].get("exact") for manifest in self.saves()]
         return {"verdict": "failed", "why": f"no resumable checkpoint within {FIRST_SAVE_S:.0f} s" + (f": {unsound[-1]}" if unsound else "")}
 
     def _kept(self, number: int) -> dict[str, Any]:
@@ -146,10 +146,10 @@ class Training:
         if done.returncode:
             return {"kept": None, "not_kept": done.stderr.strip()[-300:]}
         name = re.search(r"(step-[\d-]+) is in ", done.stderr)[1]  # type: ignore[index]
-        metadata = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
-        step, inside, holds = metadata["step"], metadata["metadata"]["inside"], metadata["metadata"]["holds"]
-        return {"kept": step, "inside": inside, "updated": metadata["metadata"]["updated"], "exact": metadata["metadata"].get("exact"), "weights": digests_of(to),
-                "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in metadata["files"].values()),
+        manifest = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
+        step, inside, holds = manifest["step"], manifest["metadata"]["inside"], manifest["metadata"]["holds"]
+        return {"kept": step, "inside": inside, "updated": manifest["metadata"]["updated"], "exact": manifest["metadata"].get("exact"), "weights": digests_of(to),
+                "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in manifest["files"].values()),
                 **self._journal()}
 
     def _journal(self) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
             trainings.append(lives)
             for number, how in enumerate(ends):
                 lives.append(training.live(number, how))
-                metadata = {name: lives[-1][name] for name in ("resume_point", "ready_s", "kept", "verdict", "why") if name in lives[-1]}
-                print(f"    {script['name']}, {len(trainings)}.{number}, {how.name}: {metadata}", file=sys.stderr, flush=True)
+                shown = {name: lives[-1][name] for name in ("resume_point", "ready_s", "kept", "verdict", "why") if name in lives[-1]}
+                print(f"    {script['name']}, {len(trainings)}.{number}, {how.name}: {shown}", file=sys.stderr, flush=True)
                 lives[-1]["by_itself"] = lives[-1].get("by_itself") or ("kept" in lives[-1] and "journal_bytes" not in lives[-1])  # at its very end
                 if "verdict" in lives[-1] or lives[-1]["by_itself"]:
                     break

@@ -39,15 +39,15 @@ def measured(programs: Programs, name: str, check: Check) -> dict[str, Any]:
             "traps": traps, "matters": seen}
 
 
-def short(metadata: dict[str, str]) -> str:
-    return metadata["why"].partition(". `flatout")[0].partition(". The next start begins")[0]
+def short(verdict: dict[str, str]) -> str:
+    return verdict["why"].partition(". `flatout")[0].partition(". The next start begins")[0]
 
 
 def page(rows: list[dict[str, Any]]) -> str:
     seen = [row for row in rows if row["matters"]]
     table = markdown_table(("check", "program", "with it", "without it"), [
-        (row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""), trap["trap"].replace("_", " "), metadata(trap["on"]),
-         metadata(trap["off"])) for row in rows for trap in row["traps"]])
+        (row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""), trap["trap"].replace("_", " "), short(trap["on"]),
+         spelled(trap["off"])) for row in rows for trap in row["traps"]])
     parts = ["# Checks of exact resume, each disabled\n",
              f"{len(rows)} checks, each disabled by itself. Disabling {len(seen)} of them makes a program resume WRONG that was rejected or right before: "
              f"it ends differently from an undisturbed run, without an error.\n", table]
@@ -60,7 +60,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def metadata(found: dict[str, str]) -> str:
+def spelled(found: dict[str, str]) -> str:
     verdict = "**WRONG**" if found["verdict"] == "WRONG" else found["verdict"]
     return f"{verdict}: {short(found)}" if found["why"] else verdict
 

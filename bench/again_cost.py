@@ -39,18 +39,18 @@ def measured(name: str, seconds: float, processes: int) -> list[dict[str, Any]]:
         if done.returncode:
             raise SystemExit(f"again_cost: the measuring program failed:\n{done.stderr[-2000:]}")
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    return [row_of(name, list(metadata)) for metadata in zip(*found, strict=True)]
+    return [row_of(name, list(records)) for records in zip(*found, strict=True)]
 
 
-def row_of(name: str, metadata: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarises ``metadata``, the records of the processes for one number of values."""
-    rounds, reads, steps = [each["rounds"] for each in metadata], metadata[0]["reads"], sum(each["steps"] for each in metadata)
+def row_of(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarises ``records``, the records of the processes for one number of values."""
+    rounds, reads, steps = [each["rounds"] for each in records], records[0]["reads"], sum(each["steps"] for each in records)
     each = [median(map(cost_of, of_process)) for of_process in rounds]
     every = [found for of_process in rounds for found in of_process]
     return {"size": name if reads == 1 else f"{name}, {reads - 1} additional values", "reads": reads, "rounds": rounds,
             "plain_us": median((a + d) / 2 for a, _, _, d in every), "cost_us": median(each), "lowest_us": min(each), "highest_us": max(each),
-            "aa_us": median(abs(a - d) for a, _, _, d in every), "entries": sum(each["entries"] for each in metadata) / steps,
-            "bytes_a_step": sum(each["bytes"] for each in metadata) / steps}
+            "aa_us": median(abs(a - d) for a, _, _, d in every), "entries": sum(each["entries"] for each in records) / steps,
+            "bytes_a_step": sum(each["bytes"] for each in records) / steps}
 
 
 def cost_of(blocks: list[float]) -> float:
@@ -69,7 +69,7 @@ def of_scripts(scripts: dict[str, Any], fixed_us: float, value_us: float) -> lis
     for name, script in scripts.items():
         rows = script["kills"]
         counts = [(row["synchronisations"] / row["journal_steps"], row["journal_bytes"] / row["synchronisations"]) for row in rows if row.get("journal_steps")]
-        lengths = [float(metadata[3]) / int(metadata[1]) for row in rows for line in row.get("said", ()) if (metadata := GOES_ON.match(line)) and metadata[3] and int(metadata[1])]
+        lengths = [float(records[3]) / int(records[1]) for row in rows for line in row.get("said", ()) if (records := GOES_ON.match(line)) and records[3] and int(records[1])]
         if counts and lengths:
             values, step_s = median(each for each, _ in counts), median(lengths)
             cost_us = fixed_us + value_us * max(values - 3, 0)  # 3 fixed entries: end of step, batch shape, the value read

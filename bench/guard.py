@@ -49,8 +49,8 @@ from flatout.trial.parent import ProgramGone, Trial, measure
 
 SEEDS = (0, 1, 2)
 TIMEOUT_S = 600.0
-# Arguments that keep the program running, the steps measured after its warm-up (about two seconds of training),
-# and the steps before the late replica.
+# Arguments that keep the program running, the steps measured after its warm-up (about two seconds), and the
+# steps before the late replica.
 PROGRAMS = {
     "mlp": (("--epochs", "1000"), 200, 800),
     "linear": (("--steps", "100000"), 400, 800),

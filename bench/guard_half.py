@@ -212,8 +212,8 @@ def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, A
     return apply
 
 
-# Some of these are harmless in some programs: with label smoothing, logits stay small; sums of losses have large
-# gradients.
+# Some of these are harmless in some programs: logits stay small with label smoothing, and sums of losses have
+# large gradients.
 HALF_BAD: tuple[Lever, ...] = (
     lever_of("half_loss", PRECISION, half_loss, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss")),
     lever_of("raw_autocast", PRECISION, raw_autocast, in_root("log_share")),

@@ -84,7 +84,7 @@ THEMES = (
     ("small", "python bench/gpu/small.py", "A launch-bound network: the plain script, common one-line optimisations, flatout"),
 )
 NEEDS_GPU = {"runs_gpu", "kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt", "small"}
-COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
+COLUMNS_OF_INDEX = ("theme", "what it measures", "device", "date", "page", "made by")
 
 
 def stamp(facts: Facts | None = None) -> dict[str, Any]:

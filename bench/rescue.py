@@ -90,11 +90,11 @@ def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: rand
         return {**found, "why": written.stderr.strip()[-300:]}
     (place / f"{how}.py").write_text(written.stdout)
     manifest = max(folder.glob(".flatout/*/rescue/step-*/manifest.json"), key=lambda path: (read_json(path)["step"], str(path)))
-    metadata = read_json(manifest)
-    size = sum(file["bytes"] for file in metadata["files"].values())
-    return {**found, "step": metadata["step"], "inside": metadata["metadata"]["inside"], "updated": metadata["metadata"]["updated"], "at": metadata["metadata"]["why"], "bytes": size,
-            "holds": [held["name"] for held in metadata["metadata"]["holds"]],
-            "optimizers": sum(held["kind"] == "optimizers" for held in metadata["metadata"]["holds"]), "left_out": metadata["left_out"],
+    content = read_json(manifest)
+    size = sum(file["bytes"] for file in content["files"].values())
+    return {**found, "step": content["step"], "inside": content["metadata"]["inside"], "updated": content["metadata"]["updated"], "at": content["metadata"]["why"], "bytes": size,
+            "holds": [held["name"] for held in content["metadata"]["holds"]],
+            "optimizers": sum(held["kind"] == "optimizers" for held in content["metadata"]["holds"]), "left_out": content["left_out"],
             "lines": written.stdout.splitlines()}
 
 

@@ -1,4 +1,5 @@
-"""Programs that take batches from real DataLoaders, run plainly and with levers of the data path, then compared.
+"""Programs that take batches from real DataLoaders, run plainly and with levers of the data path, then
+compared.
 
 The levers run in a real training context.
 """

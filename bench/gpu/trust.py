@@ -83,7 +83,7 @@ def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
 
     flatout.seed(0, deterministic=True)
     model, optimizer, loader = made(kind, smoke)
-    loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=1000, steps=steps, **({"saves": saves, "save_every": 20} if saves else {}))
+    loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=1000, steps=steps, **({"checkpoint_dir": saves, "save_every": 20} if saves else {}))
     if loop.resumed is not None and not loop.resumed.exact:
         raise SystemExit("; ".join(loop.resumed.sentences()))
     at, half = out.with_suffix(".at"), out.with_suffix(".half")
@@ -167,7 +167,7 @@ def stall(seconds_s: float, smoke: bool, folder: Path) -> dict[str, Any]:
     for side in ("plain", "saves"):
         flatout.seed(0)
         model, optimizer, loader = made("gpt", smoke)
-        loops[side] = flatout.Loop(model, optimizer, loss_fn, loader, epochs=10**6, **({"saves": folder / "stall"} if side == "saves" else {}))
+        loops[side] = flatout.Loop(model, optimizer, loss_fn, loader, epochs=10**6, **({"checkpoint_dir": folder / "stall"} if side == "saves" else {}))
     steps, saver = {side: iter(loop) for side, loop in loops.items()}, loops["saves"]._saving.saver
 
     def block(side: str, length_s: float) -> float:

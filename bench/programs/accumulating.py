@@ -1,4 +1,7 @@
-"""A convolutional network on invented images, in parts of one effective batch where that is asked for: `--batch 64 --parts 4` updates once in 256 samples."""
+"""A convolutional network on synthetic images that can accumulate micro-batches.
+
+``--batch 64 --parts 4`` updates once in 256 samples.
+"""
 
 from __future__ import annotations
 

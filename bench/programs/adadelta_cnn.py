@@ -1,6 +1,7 @@
-"""A convolutional network with dropout whose root returns log-probabilities, under Adadelta with a learning rate of 1.0.
+"""A convolutional network with dropout and log-probabilities, under Adadelta at a learning rate of 1.0.
 
-The first steps are large: rounding of the last place is a tenth of the loss after a few of them. The metric at the end is the test accuracy.
+The first steps are large: rounding of the last place is a tenth of the loss after a few of them. The metric
+at the end is the test accuracy.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """A small DCGAN on soft discs: two networks, two Adam optimizers, three backward passes a step.
 
-The metric at the end is the sliced Wasserstein distance between made and fresh images, which is lower for better ones.
+The metric at the end is the sliced Wasserstein distance between made and fresh images, which is lower for
+better ones.
 """
 
 import argparse

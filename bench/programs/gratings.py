@@ -1,4 +1,4 @@
-"""Images that a program makes for itself: gratings of one of ten directions under noise, with a blob somewhere. Nothing is read from disk."""
+"""Synthetic images: gratings of one of ten directions under noise, with a blob. Nothing is read from disk."""
 
 import math
 
@@ -8,7 +8,7 @@ CLASSES = 10
 
 
 def gratings(count, size, noise, seed):
-    """``(images, labels)``: float32 images of shape (count, 1, size, size) around 0 and int64 labels below CLASSES."""
+    """``(images, labels)``: float32 images (count, 1, size, size) around 0 and int64 labels below CLASSES."""
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=draw)
     place = torch.arange(size, dtype=torch.float32) - size / 2
@@ -20,7 +20,7 @@ def gratings(count, size, noise, seed):
 
 
 def blobs(count, size, seed):
-    """Float32 images of shape (count, 1, size, size) in -1 to 1: two soft discs each, of random places and widths."""
+    """Float32 images (count, 1, size, size) in -1 to 1: two soft discs each, of random places and widths."""
     draw = torch.Generator().manual_seed(seed)
     place = torch.linspace(-1, 1, size)
     y, x = torch.meshgrid(place, place, indexing="ij")

@@ -1,6 +1,7 @@
-"""Training programs of many kinds, for the memory of their steps: ``memory_cases.py CASE [--batch-size N] [--device cuda]``.
+"""Training programs of many kinds, for the memory of their steps: ``memory_cases.py CASE [--batch-size N]``.
 
-Data are invented and models are small enough for a CPU; each has a DataLoader, whose batch size may be changed from outside. They train until stopped.
+``--device cuda`` runs it on a GPU. Data are synthetic and models are small enough for a CPU; each has a
+DataLoader, whose batch size may be changed from outside. They train until stopped.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Invented(Dataset):
-    """Samples of the shapes given, made from their index: ``("float", shape)`` or ``("class", shape, classes)``."""
+    """Samples computed from their index: ``("float", shape)`` or ``("class", shape, classes)``."""
 
     def __init__(self, *parts, length=4096):
         self.parts, self.length = parts, length
@@ -28,7 +29,7 @@ class Invented(Dataset):
 
 
 class Gpt(nn.Module):
-    """Blocks of attention and a network, normalised before; ``tokens`` (batch, length) to logits (batch, length, vocabulary)."""
+    """Pre-norm transformer blocks; ``tokens`` (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, vocabulary=2000, length=64, width=128, heads=4, layers=3):
         super().__init__()

@@ -1,4 +1,7 @@
-"""A small residual network at a large step: SGD with momentum and a learning rate of 0.4. The metric at the end is the test accuracy."""
+"""A small residual network at a large step: SGD with momentum and a learning rate of 0.4.
+
+The metric at the end is the test accuracy.
+"""
 
 import argparse
 

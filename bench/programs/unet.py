@@ -1,4 +1,4 @@
-"""A small U-Net that removes noise from images, with a loader whose data set draws the noise: convolutions and large activations."""
+"""A small denoising U-Net; its data set generates the noise: convolutions and large activations."""
 
 import torch
 from torch import nn

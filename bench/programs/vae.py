@@ -1,4 +1,7 @@
-"""A small variational autoencoder on soft discs; its loss is a sum over pixels and samples. The metric at the end is the loss of fresh images."""
+"""A small variational autoencoder on soft discs; its loss is a sum over pixels and samples.
+
+The metric at the end is the loss of fresh images.
+"""
 
 import argparse
 

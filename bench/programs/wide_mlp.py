@@ -1,4 +1,4 @@
-"""A wide multilayer perceptron with Adam: a few large matrix products and a large update. Plain tensors, no loader."""
+"""A wide MLP with Adam: a few large matrix products and a large update. Plain tensors, no loader."""
 
 import torch
 from torch import nn

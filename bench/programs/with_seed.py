@@ -1,4 +1,6 @@
-"""A script whose seed is fixed, with another one: ``with_seed.py N SCRIPT [ARGUMENTS...]``. The script is not edited.
+"""Runs a script with a fixed seed under another seed: ``with_seed.py N SCRIPT [ARGUMENTS...]``.
+
+The script is not edited.
 
 N is added to every seed that the script gives to torch.manual_seed; with 0 it does what it does alone.
 """

@@ -273,13 +273,13 @@ def test_a_redirected_device_is_the_one_asked_for(named, asked):
     """A device stays redirected; devices that are not accelerators, or that torch finds here, are left to
     torch.
     """
-    metadata = []
-    redirect = Redirection(torch, asked, None, Ledger(), metadata.append)
+    messages = []
+    redirect = Redirection(torch, asked, None, Ledger(), messages.append)
     found = redirect(named)
     assert redirect(found) == found
     accelerator = str(named).partition(":")[0] in ("cuda", "xpu", "mps") or isinstance(named, int)
     assert (found is named or found == torch.device(asked)) if accelerator else found is named
-    assert bool(metadata) == (found is not named)
+    assert bool(messages) == (found is not named)
     if accelerator and not isinstance(named, int):
         here = torch.device(asked)
         assert getattr(found, "type", str(found).partition(":")[0]) == here.type
@@ -332,12 +332,12 @@ def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert done.code == 1
     assert "Traceback" in done.err
-    metadata = "\n".join(done.said)
-    assert why in metadata, done.err
-    assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", metadata, re.MULTILINE)
-    assert re.search(r"^flatout:   at .*train\.py:\d+", metadata, re.MULTILINE)
-    assert metadata.endswith("flatout explain FE000")
-    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in metadata) is (name == "extension")
+    message = "\n".join(done.said)
+    assert why in message, done.err
+    assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", message, re.MULTILINE)
+    assert re.search(r"^flatout:   at .*train\.py:\d+", message, re.MULTILINE)
+    assert message.endswith("flatout explain FE000")
+    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in message) is (name == "extension")
     if name == "triton":  # the suggested command
         assert flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out == "[2.0, 2.0, 2.0, 2.0]\n"
 

@@ -37,21 +37,21 @@ def job(tmp_path, monkeypatch):
 
 def searched(monkeypatch, levers):
     """Tuning without programs: the hints that the search got, and levers with the given outcomes."""
-    metadata = []
+    hints = []
 
     def search(tuning):
-        metadata.append(tuning.goal.first)
+        hints.append(tuning.goal.first)
         tuning.session.levers = levers
 
     monkeypatch.setattr("flatout.cli.tune.search", search)
-    return metadata
+    return hints
 
 
 def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
-    metadata = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
+    hints = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
                                   LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
     session, _ = tune(WORDS, Goal(60.0), beside=False)
-    assert metadata == [("loader", "threads")]
+    assert hints == [("loader", "threads")]
     assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [("data_wait", "loader", 1.8, 1.5)]
     profile = load_profile(job)
     assert profile is not None
@@ -68,9 +68,9 @@ TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS], ids=["empty", "table", "list", "half", "tomorrow's"])
 def test_a_file_that_is_not_a_profile_is_ignored(job, monkeypatch, text):
     job.profile.write_text(text, encoding="utf-8")
-    metadata = searched(monkeypatch, [])
+    hints = searched(monkeypatch, [])
     session, _ = tune(WORDS, Goal(60.0), beside=False)
-    assert metadata == [()]
+    assert hints == [()]
     assert session.predictions == []
 
 

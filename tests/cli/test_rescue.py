@@ -78,7 +78,7 @@ main(sys.argv[1])
 '''
 
 
-def metadata(out):
+def printed_losses(out):
     return [tuple(line.split()) for line in out.splitlines()]
 
 
@@ -110,20 +110,20 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     cli, done = terminated
     space, lines = undisturbed
     assert done.code == -signal.SIGTERM
-    assert metadata(done.out) == metadata(lines)[:20], "the current step completes, and no other starts"
+    assert printed_losses(done.out) == printed_losses(lines)[:20], "the current step completes, and no other starts"
     assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is saved.")
     code = written(cli, "out")
     assert len(code.splitlines()) == 5
     net, adam, decay = space["parts"]()
     with contextlib.chdir(cli.folder):
         exec(code, {"net": net, "adam": adam, "decay": decay})
-    assert space["digest"](net.state_dict()) == metadata(lines)[19][1]
+    assert space["digest"](net.state_dict()) == printed_losses(lines)[19][1]
     assert torch.load(cli.folder / "out" / "net.pt")._metadata["1"] == {"version": 2}, "so that later versions of torch know how to read it"
     assert decay.last_epoch == 20
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(21, 31):
             space["one"](net, adam, decay, step)
-    assert metadata(out.getvalue()) == metadata(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
+    assert printed_losses(out.getvalue()) == printed_losses(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
     from safetensors.torch import load_file
 
     flat = load_file(cli.folder / "out" / "net.safetensors")
@@ -174,7 +174,7 @@ def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, scrip
     assert (done.code, done.out) == (0, lines + "done\n")
     assert all("keeps net, adam, decay" in line or "no plan fits" in line for line in done.said)
     written(flatout, "out")
-    assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == metadata(lines)[29][1]
+    assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == printed_losses(lines)[29][1]
 
 
 def test_without_an_optimizer(flatout, script):
@@ -187,11 +187,11 @@ def test_without_an_optimizer(flatout, script):
     assert done.code == 3
     written(flatout, "out")
     total = sum(value.double().sum().item() for value in torch.load(flatout.folder / "out" / "model.pt").values()).hex()
-    assert ("30", total) in metadata(done.out)
+    assert ("30", total) in printed_losses(done.out)
     (kept,) = flatout.folder.glob(".flatout/*/rescue/step-00000030/manifest.json")
     shutil.move(kept.parents[2], kept.parents[3] / "other")
     full = flatout("run", "--rescue", "python", "train.py", "full")
-    assert (full.code, len(metadata(full.out))) == (-9, 40), "the training continues"
+    assert (full.code, len(printed_losses(full.out))) == (-9, 40), "the training continues"
     assert full.out.startswith(done.out)
     assert any("File too large" in line and "The training continues" in line for line in full.said), full.err
 

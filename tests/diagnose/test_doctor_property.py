@@ -1,5 +1,5 @@
-"""Whatever a machine snapshot lacks and whatever garbage it holds, no check breaks, and none reports "fine" for what it
-could not see.
+"""Whatever a machine snapshot lacks and whatever garbage it holds, no check breaks, and none reports "fine"
+for what it could not see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Snapshots recorded on real machines, with folder and host names changed, get the verdicts that they got there.
+"""Snapshots recorded on real machines, with folder and host names changed, get the verdicts they got there.
 
     virtual_machine             2 cores, no GPU, torch 2.14.1 for CUDA 13.0, cgroups v1
     limited_container           the same with 64 MiB of /dev/shm, a memory limit of 2 GB, one core,

@@ -8,7 +8,7 @@ import dataclasses
 import re
 
 import pytest
-from profiles import GAIN, ILL, NO_GAIN, Place, event, healthy, loader, settings, what_ifs
+from profiles import GAIN, ILL, NO_GAIN, SourceLocation, event, healthy, loader, settings, what_ifs
 
 from flatout.diagnose.ranking import judge, ranked
 from flatout.diagnose.rules import TABLE
@@ -65,7 +65,7 @@ def test_a_gain_too_small_to_report_is_no_finding():
 
 def test_validation_loaders_are_not_blamed_for_the_training_loader():
     (slow,) = loader(wait_ms=4.0)
-    other = dataclasses.replace(slow, wait_ms=0.1, place=Place("train.py", 31))
+    other = dataclasses.replace(slow, wait_ms=0.1, place=SourceLocation("train.py", 31))
     findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]), TABLE)
     assert [f.place for f in findings] == [slow.place]
 

@@ -1,4 +1,4 @@
-"""docs/howto/writing_a_kernel.md: its commands run, and its excerpts are what they say they are taken from."""
+"""docs/howto/writing_a_kernel.md: its commands run, and its excerpts match the named files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 @pytest.mark.timeout(200)
 def test_writing_a_kernel(flatout):
-    """In the order of the page: commands are run, whole files are written, excerpts must be in the file that is named."""
+    """In the order of the page: commands are run, whole files are written, excerpts must be in the file that
+    is named.
+    """
     outcomes, excerpts = [], 0
     for language, text in BLOCKS:
         if language == "console":

@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, and the generated pages hold what the code says."""
+"""The documentation site builds without a warning, and the generated pages match the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def generate():
 
 @pytest.mark.processes
 def test_the_site_builds_strictly(tmp_path):
-    """A broken link, a missing anchor or a page outside the navigation is a warning, and a warning fails the build."""
+    """A broken link, a missing anchor or a page outside the navigation is a warning, and a warning fails the
+    build.
+    """
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")], cwd=ROOT,
                           capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

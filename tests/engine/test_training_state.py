@@ -23,8 +23,8 @@ from flatout.state.values import pack, unpack  # noqa: E402
 
 @pytest.fixture
 def find():
-    """``belongings, gone = find()`` hooks object creation from then on; the ledger removes the hooks when the
-    test ends.
+    """``training_state, gone = find()`` hooks object creation from then on; the ledger removes the hooks when
+    the test ends.
     """
     ledgers = []
 

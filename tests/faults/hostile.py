@@ -318,9 +318,9 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
         made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
     if opener.json and opener.sound:
         made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
-        metadata = json.loads(opener.sound)
-        if "command" in metadata:  # a single value is wrong, and that early
-            made["a command that is a number"] = _written(json.dumps({**metadata, "command": 5}).encode())
+        fields = json.loads(opener.sound)
+        if "command" in fields:  # a single value is wrong, and that early
+            made["a command that is a number"] = _written(json.dumps({**fields, "command": 5}).encode())
     if opener.kind == "tensors":
         heads = {
             "a header of a gigabyte": (1 << 30, b""),
@@ -444,10 +444,10 @@ def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcom
         os.kill(child, signal.SIGKILL)
         _, status, used = os.wait4(child, 0)
     seconds = used.ru_utime + used.ru_stime if time.monotonic() - began < TIMEOUT_S else TIMEOUT_S  # its own time: the machine has other work
-    metadata = said.read_bytes() if said.exists() else b""
-    text, _, grew = metadata.rpartition(b"\ngrew ")
+    output = said.read_bytes() if said.exists() else b""
+    text, _, grew = output.rpartition(b"\ngrew ")
     canary = (place / "canary").exists() or (folder / "canary").exists() or (TESTS.parent / "canary").exists()
-    return Outcome(os.waitstatus_to_exitcode(status), (text or metadata).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
+    return Outcome(os.waitstatus_to_exitcode(status), (text or output).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
 
 
 def _worked_s(child: int) -> float:

@@ -82,12 +82,12 @@ step()
 '''
 
 
-PATIENT = "watching.KILL_S = 15.0"  # the test is about the order, on a machine that may be busy
+PATIENT = "rank_monitor.KILL_S = 15.0"  # the test is about the order, on a machine that may be busy
 
 
 def changed(code):
     """The launcher, with a change in it or in this kernel."""
-    return [sys.executable, "-c", f"import os, sys\nfrom flatout.launch import gang, watching\n{code}\nsys.exit(gang.main(sys.argv[1:]))"]
+    return [sys.executable, "-c", f"import os, sys\nfrom flatout.launch import local_launcher, rank_monitor\n{code}\nsys.exit(local_launcher.main(sys.argv[1:]))"]
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def launches(tmp_path):
 
 @pytest.fixture
 def local_launcher(flatout, launches):
-    """``gang(source, *words, procs=3)`` runs a program as ranks and returns how the launch ended; no process
-    of it may remain.
+    """``local_launcher(source, *words, procs=3)`` runs a program as ranks and returns how the launch ended;
+    no process of it may remain.
     """
 
     def run(source, *words, procs=3, command=None, env=None, launcher=LOCAL_LAUNCHER, **options):
@@ -317,8 +317,8 @@ def test_an_explanation_delays_no_traceback(local_launcher, flatout):
 
 def test_the_first_exception_may_be_reported_later(local_launcher):
     """The explained rank is chosen when its exception reaches the top level; that rank is named, too."""
-    source = NOTES + ("gang = Path(os.environ['FLATOUT_LAUNCH'])\n"
-                      "if rank == '0':\n    (gang / 'bell').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
+    source = NOTES + ("folder = Path(os.environ['FLATOUT_LAUNCH'])\n"
+                      "if rank == '0':\n    (folder / 'event_fifo').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
                       "    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n")
     done = local_launcher(source, procs=2, launcher=changed(PATIENT))
     assert "rank 1 (" in done.err

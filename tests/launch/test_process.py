@@ -124,8 +124,8 @@ def test_a_program_that_ignores_the_request_to_end(start):
 @pytest.mark.parametrize("held", [False, True], ids=["running", "held"])
 def test_it_dies_with_flatout(tmp_path, held):
     """Killing flatout outright leaves no program behind, not even a stopped one."""
-    code = ("import os, sys, time\nfrom pathlib import Path\nfrom flatout.launch.process import Program\nfolder = Path(sys.argv[1])\n"
-            "program = Program([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, folder / 'out', folder / 'err')\n"
+    code = ("import os, sys, time\nfrom pathlib import Path\nfrom flatout.launch.process import ProgramRun\nfolder = Path(sys.argv[1])\n"
+            "program = ProgramRun([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, folder / 'out', folder / 'err')\n"
             f"time.sleep(0.2)\n{'program.stop()' if held else ''}\nprint(program.process.pid, flush=True)\ntime.sleep(600)\n")
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

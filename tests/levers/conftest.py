@@ -1,5 +1,5 @@
-"""A small training program in this process with a training context around it: convolution, batch norm, dropout, a
-loader.
+"""A small training program in this process with a training context around it: convolution, batch norm,
+dropout, a loader.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH = 8
 class Program:
     """Trains on request.
 
-    ``losses`` are hexadecimal; the scene has observed everything since before the model was made.
+    ``losses`` are hexadecimal; the context has observed everything since before the model was made.
     """
 
     def __init__(self, torch, device="cpu", optimizer="Adam", model=None, size=12, early=()):
@@ -81,7 +81,7 @@ def program():
 
 @pytest.fixture
 def training(request):
-    """``training()`` is one of the file's class ``Training``, with a scene and a ledger that are closed at
+    """``training()`` is one of the file's class ``Training``, with a context and a ledger that are closed at
     the end.
     """
     made = []

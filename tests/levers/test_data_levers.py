@@ -178,7 +178,7 @@ def test_all_sources_of_images(source, levers):
 
 @pytest.fixture
 def seen():
-    """``seen(dataset, **arguments)``: a scene that has observed a loader being made and a backward pass."""
+    """``seen(dataset, **arguments)``: a context that has observed a loader being made and a backward pass."""
     ledgers = []
 
     def make(dataset=None, **arguments):

@@ -39,7 +39,9 @@ class Tokens(torch.nn.Module):
 
 
 class Training:
-    """With a training context around it, unless it is ``plain``: two training contexts would observe each other's programs."""
+    """With a training context around it, unless it is ``plain``: two training contexts would observe each
+    other's programs.
+    """
 
     def __init__(self, optimizer="AdamW", plain=False, **options):
         self.ledger = Ledger()

@@ -30,7 +30,7 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
     program was called, and the seconds until all have ended.
     """
     setting = replace(KILLED, seed=6, workers=0, accumulate=1, every=0, ranks=ranks, epochs=60)
-    folder, metadata, store = Path(tempfile.mkdtemp(dir=scratch)), Told(ranks), tempfile.mktemp(dir=scratch)
+    folder, progress, store = Path(tempfile.mkdtemp(dir=scratch)), Told(ranks), tempfile.mktemp(dir=scratch)
     handled = Path(tempfile.mktemp(dir=scratch))
     pids = []
     for rank in range(ranks):
@@ -41,7 +41,7 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
                 os.dup2(os.open(os.devnull, os.O_RDWR), 2)
                 if own_handler:
                     signal.signal(signal.SIGTERM, lambda *_: handled.write_text("handled"))
-                live(setting, folder, store, rank, metadata)
+                live(setting, folder, store, rank, progress)
                 code = 0
             except SystemExit as ended:
                 code = ended.code
@@ -50,14 +50,14 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
             finally:
                 os._exit(code)
         pids.append(pid)
-    while metadata.get(0, 0) < 7:
+    while progress.get(0, 0) < 7:
         time.sleep(0.002)
     began = time.monotonic()
     for number in numbers:
         os.kill(pids[-1], number)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     saves = sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
-    return {"codes": codes, "saved": saves[-1] if saves else None, "done": metadata.get(0, 0), "handled": handled.exists(), "seconds": time.monotonic() - began}
+    return {"codes": codes, "saved": saves[-1] if saves else None, "done": progress.get(0, 0), "handled": handled.exists(), "seconds": time.monotonic() - began}
 
 
 def insisted(scratch):
@@ -66,21 +66,21 @@ def insisted(scratch):
 
     import flatout
 
-    metadata = Told(1)
+    progress = Told(1)
     pid = os.fork()
     if pid == 0:
         model = torch.nn.Linear(2, 1)
 
         def loss_fn(model, batch):
-            metadata.put(0, 0, metadata.get(0, 0) + 1)
-            if metadata.get(0, 0) == 4:
+            progress.put(0, 0, progress.get(0, 0) + 1)
+            if progress.get(0, 0) == 4:
                 time.sleep(30)
             return model(batch).sum()
 
         batches = [torch.ones(3, 2)] * 9
         list(flatout.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batches, checkpoint_dir=Path(tempfile.mkdtemp(dir=scratch))))
         os._exit(0)
-    while metadata.get(0, 0) < 4:
+    while progress.get(0, 0) < 4:
         time.sleep(0.002)
     began = time.monotonic()
     for _ in range(2):

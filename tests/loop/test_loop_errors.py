@@ -72,9 +72,9 @@ def test_a_count_that_is_not_averaged_over():
 
 def test_a_declared_reduction_is_trusted():
     """Then no check runs, and a number returned with a sum is not used as a divisor."""
-    metadata = list(loop(summed_with_a_count, micro_batch=2, reduction="sum"))
+    steps = list(loop(summed_with_a_count, micro_batch=2, reduction="sum"))
     whole = list(loop(summed_with_a_count))
-    assert [float(step.loss) for step in metadata] == pytest.approx([float(step.loss) for step in whole], rel=1e-5)
+    assert [float(step.loss) for step in steps] == pytest.approx([float(step.loss) for step in whole], rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)], ids=lambda m: type(m).__name__)
@@ -135,13 +135,13 @@ def test_an_iterator_is_distinguished_from_a_loader():
 
 
 def test_metrics_are_combined_as_requested():
-    def metadata(model, batch):
+    def with_metrics(model, batch):
         scores = model(batch[0])
         right = (scores.argmax(1) == batch[1]).sum()
         return loss_fn(model, batch), {"right": right, "accuracy": right / len(batch[1]), "largest": scores.max(), "last": len(batch[1])}
 
     metrics = {"right": "sum", "largest": "max", "last": "last"}
-    whole, divided = list(loop(metadata, metrics=metrics)), list(loop(metadata, metrics=metrics, micro_batch=4))
+    whole, divided = list(loop(with_metrics, metrics=metrics)), list(loop(with_metrics, metrics=metrics, micro_batch=4))
     for a, b in zip(whole, divided, strict=True):
         assert a.metrics["right"] == b.metrics["right"]
         assert float(a.metrics["accuracy"]) == pytest.approx(float(b.metrics["accuracy"]))

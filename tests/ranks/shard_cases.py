@@ -1,4 +1,4 @@
-"""Trains the given cases, as one process or as a rank that keeps a shard of each weight, and records the results.
+"""Trains the given cases as one process or as a rank with a shard of each weight, and records the results.
 
     python shard_cases.py CASES.json OUT
 

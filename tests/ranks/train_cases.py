@@ -2,7 +2,7 @@
 
     python train_cases.py CASES.json OUT
 
-Writes OUT/<case>.<rank>.json: gradients of the first step, losses, final weights, and the samples of each epoch.
+Writes OUT/<case>.<rank>.json: gradients of the first step, losses, final weights, samples of each epoch.
 """
 
 import json

@@ -66,8 +66,8 @@ class Programs:
 
 @dataclass
 class Lives:
-    """``verdict``: right, refused, anew (no checkpoint to resume from), unkilled (it completed before the
-    kill), WRONG or crashed. ``why`` is the reason; ``after`` is the step of the resume point.
+    """``verdict``: right, refused, from_scratch (no checkpoint to resume from), unkilled (it completed before
+    the kill), WRONG or crashed. ``why`` is the reason; ``after`` is the step of the resume point.
     """
 
     verdict: str
@@ -120,9 +120,9 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
     if again.code:
         return Lives("crashed", f"{again.code}: {last(again.err)}")
     after = went_on_after(again)
-    metadata = again.out.splitlines()
-    differs = "" if metadata and metadata == lines[-len(metadata):] else f"{metadata[-1:]} instead of {lines[-1:]}"
-    why = strange(up_to(killed, after), metadata) if trap.itself else differs
+    printed = again.out.splitlines()
+    differs = "" if printed and printed == lines[-len(printed):] else f"{printed[-1:]} instead of {lines[-1:]}"
+    why = strange(up_to(killed, after), printed) if trap.itself else differs
     if why:
         return Lives("WRONG", why, after)
     return Lives("right", "", after) if after else Lives("from_scratch", "; ".join(exact))
@@ -142,19 +142,19 @@ def up_to(lines: list[str], after: int) -> list[str]:
     return [line for line in lines if not line.startswith("step ")] + steps if after else []
 
 
-def strange(killed: list[str], metadata: list[str]) -> str:
+def strange(killed: list[str], printed: list[str]) -> str:
     """The contradictions in what the runs report about themselves.
 
     The first report at the start must equal the last report at the end, and their control flow must lead to
     the same end.
     """
-    began = [line.removeprefix("began ") for line in (*killed, *metadata) if line.startswith("began ")]
-    ended = [line.removeprefix("end ") for line in metadata if line.startswith("end ")]
+    began = [line.removeprefix("began ") for line in (*killed, *printed) if line.startswith("began ")]
+    ended = [line.removeprefix("end ") for line in printed if line.startswith("end ")]
     if not ended or "False" in ended[-1]:
-        return f"{metadata[-1:]}"
+        return f"{printed[-1:]}"
     if began and began[0] != ended[-1]:
         return f"began with {began[0]}, ended with {ended[-1]}"
-    steps = [line for line in (*killed, *metadata) if line.startswith("step ")]
+    steps = [line for line in (*killed, *printed) if line.startswith("step ")]
     if steps:
         if [int(line.split()[1]) for line in steps] != list(range(STEPS)):
             return f"steps {steps}"

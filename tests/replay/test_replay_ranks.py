@@ -123,12 +123,12 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     (folder,) = (tmp_path / "kept").glob("*/rescue")
     ranks = ResumeRanks(torch, 1, RANKS, RANKS, folder)
     (manifest,) = folder.glob("rank-1/step-00000012/manifest.json")
-    metadata = json.loads(manifest.read_text())
-    monkeypatch.setattr(sys, "orig_argv", ["python", *metadata["metadata"]["program"]])
+    content = json.loads(manifest.read_text())
+    monkeypatch.setattr(sys, "orig_argv", ["python", *content["metadata"]["program"]])
     assert newest_of_all(folder, ranks)[0].step == 12
-    (group,) = metadata["metadata"]["ranks"]["met"]
-    metadata["metadata"]["ranks"]["met"][group] += 1
-    manifest.write_text(json.dumps(metadata))
+    (group,) = content["metadata"]["ranks"]["met"]
+    content["metadata"]["ranks"]["met"][group] += 1
+    manifest.write_text(json.dumps(content))
     save, why_not = newest_of_all(folder, ranks)
     assert save.step < 12 if save is not None else "its ranks have no checkpoints from the same moment" in why_not
 

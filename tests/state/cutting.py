@@ -18,8 +18,8 @@ BEFORE, MIDDLE, AFTER, REFUSED = "before", "in the middle", "after", "refused"
 
 
 class Calls:
-    """Replaces the calls of ``os`` that change the disk in this process, and reports each to ``observed`` before
-    and after.
+    """Replaces the calls of ``os`` that change the disk in this process, and reports each to ``observed``
+    before and after.
     """
 
     def __init__(self, observed: Callable[..., None]) -> None:

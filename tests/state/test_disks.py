@@ -27,7 +27,7 @@ CLOCKS = WriterClocks(lambda: 0.0, lambda: 0.0)
 
 
 def training(folder, trouble, fixed, steps=8):
-    """A training of ``steps`` steps that saves each, with ``trouble()`` after the third and ``mended()``
+    """A training of ``steps`` steps that saves each, with ``trouble()`` after the third and ``fixed()``
     after the sixth. Returns the messages and the step of each.
     """
     said, weights = [], torch.zeros(100_000)
@@ -47,16 +47,16 @@ def training(folder, trouble, fixed, steps=8):
     return {"said": said, "good": good, "newest": newest.step, "bad": len(bad), "left": sorted(os.listdir(folder)), "done": weights[0].item()}
 
 
-def observed(metadata, words):
-    assert metadata["done"] == 8.0
-    assert metadata["newest"] == 8
-    assert metadata["bad"] == 0
-    first, again = metadata["said"]
+def observed(record, words):
+    assert record["done"] == 8.0
+    assert record["newest"] == 8
+    assert record["bad"] == 0
+    first, again = record["said"]
     assert first[0] == 4  # at once
     assert words in first[1]
     assert first[1].endswith("The training continues.")
     assert tuple(again) == (7, "step 7 is saved; the 3 attempts before it failed.")
-    assert all(name == "lock" or name.startswith("step-") for name in metadata["left"])
+    assert all(name == "lock" or name.startswith("step-") for name in record["left"])
 
 
 def in_a_child_that_tells(act):
@@ -78,9 +78,9 @@ def test_a_file_that_may_not_grow(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         return training(tmp_path / "saves", limited(300_000), limited(resource.RLIM_INFINITY))
 
-    metadata = in_a_child_that_tells(act)
-    observed(metadata, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
-    assert metadata["good"] == [3.0]
+    record = in_a_child_that_tells(act)
+    observed(record, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
+    assert record["good"] == [3.0]
 
 
 FULL = """
@@ -123,8 +123,8 @@ def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
 def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
     folder, aside = tmp_path / "run" / "saves", tmp_path / "aside"
     # The whole folder is removed for good: it is created again at once.
-    metadata = training(folder, lambda: shutil.rmtree(folder), lambda: None)
-    assert (metadata["said"], metadata["newest"], metadata["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
+    record = training(folder, lambda: shutil.rmtree(folder), lambda: None)
+    assert (record["said"], record["newest"], record["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
     shutil.rmtree(folder.parent)
     # A mount disappears and returns with its contents; in the meantime nothing can be created there.
     def away():

@@ -98,7 +98,9 @@ def test_the_default_budget_has_time_for_a_compiler_where_that_usually_pays(make
 
 
 def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
-    """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as fast."""
+    """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as
+    fast.
+    """
     tuning = make(90.0)
     for name, value, effect in (("malloc", "glibc", Effect.EXACT), ("gc_pause", True, Effect.EXACT), ("threads", 1, Effect.ROUNDING)):
         tuning.candidates[name] = Candidate(LEVER[name], (value,), effect)

@@ -1,7 +1,7 @@
 """The same GPT-2 with common one-line optimisations: TF32, bf16 autocast, fused AdamW, torch.compile.
 
-Model, batch and data are those of gpt.py. Replacing the attention by scaled_dot_product_attention is an edit
-of the model, not a one-liner.
+Changed lines are marked with (+). Model, batch and data are those of gpt.py. Replacing the attention by
+scaled_dot_product_attention is an edit of the model, not a one-liner.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A deep, narrow network on made-up rows of a table: each step launches hundreds of kernels that are done sooner than Python launches the next one."""
+"""A deep, narrow, launch-bound network on synthetic rows: kernels are faster than their launches."""
 
 import argparse
 

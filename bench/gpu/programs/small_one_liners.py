@@ -1,6 +1,7 @@
-"""The same network with common one-line optimisations for a launch-bound step: torch.compile with CUDA graphs, a fused
-optimizer, TF32, pinned memory and non-blocking copies. Marked with (+). Batch, model and data are those of
-small.py.
+"""The same network with common one-line optimisations for a launch-bound step.
+
+They are torch.compile with CUDA graphs, a fused optimizer, TF32, pinned memory and non-blocking copies,
+marked with (+). Batch, model and data are those of small.py.
 """
 
 import torch

@@ -10,7 +10,7 @@ from torchvision import datasets, models, transforms
 
 
 class MadeUpCIFAR10(datasets.CIFAR10):
-    """CIFAR-10's shape and interface over made-up images, so that nothing has to be downloaded: a faint pattern a class, in noise."""
+    """Synthetic images with CIFAR-10's shape and interface: a faint pattern a class, in noise."""
 
     def __init__(self, count, transform):
         self.transform, self.target_transform = transform, None

@@ -1,4 +1,5 @@
-"""LBFGS over a gradient penalty: every loss is differentiated twice. Batches are taken from their loader under no_grad; activations are in place.
+"""LBFGS over a gradient penalty: every loss is differentiated twice. Batches are taken from their loader
+under no_grad; activations are in place.
 
 A threshold of 0 switches the garbage collector off.
 """
